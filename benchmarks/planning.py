@@ -12,13 +12,13 @@ from pathlib import Path
 
 from benchmarks.record import Better, Result, record
 from moejob_api.documents import read_file
-from moejob_api.hardware import known
+from moejob_api.hardware import gpu_hardware
 from moejob_api.job import MoETrainingJob
 from moejob_api.job.resources import GpuType
 from moejob_api.models.shape import ModelShape
-from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.planner.plan import plan
-from moejob_api.planner.search import best_layouts, layouts
+from moejob_api.models.sources import UnseenModel, model_shape
+from moejob_api.planner.plan import plan_job
+from moejob_api.planner.search import best_layouts, candidate_layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 JOB = EXAMPLES / "deepseek-v3-sft-512gpu.yaml"
@@ -53,8 +53,8 @@ def main() -> None:
 def search_results() -> list[Result]:
     """DeepSeek-V3 on 1024 GPUs: the whole search, and layouts distinguished a second, with all cuts of the layers."""
     job, shape = seen(JOB)
-    count = sum(len(cuts) for cuts in layouts(job.spec, shape, GPUS))
-    seconds = milliseconds(lambda: best_layouts(job.spec, shape, GPUS, known(GpuType.H100)), runs=5) / 1000
+    count = sum(len(cuts) for cuts in candidate_layouts(job.spec, shape, GPUS))
+    seconds = milliseconds(lambda: best_layouts(job.spec, shape, GPUS, gpu_hardware(GpuType.H100)), runs=5) / 1000
     return [
         Result("planning", f"`--auto`, DeepSeek-V3 on {GPUS} GPUs", seconds, "s", Better.LOWER, 2.0),
         Result(
@@ -70,14 +70,14 @@ def search_results() -> list[Result]:
 def planning_milliseconds(file: Path) -> float:
     """Planning alone: the job is parsed and the model's shape is known."""
     job, shape = seen(file)
-    return milliseconds(lambda: plan(job.spec, shape))
+    return milliseconds(lambda: plan_job(job.spec, shape))
 
 
 def seen(file: Path) -> tuple[MoETrainingJob, ModelShape]:
     """The job of a file and the shape of its model, which is one of those that come along."""
     job = read_file(str(file))
     shape = model_shape(job.spec.model.source, job.spec.model.revision)
-    if isinstance(shape, Unseen):
+    if isinstance(shape, UnseenModel):
         raise SystemExit(f"{file}: {shape.reason}")
     return job, shape
 

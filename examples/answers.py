@@ -10,7 +10,7 @@ from pathlib import Path
 SHOWN = 6
 
 
-def answers(run: Path) -> Iterator[str]:
+def sample_lines(run: Path) -> Iterator[str]:
     """Yield every line of the table."""
     files = sorted((run / "samples").glob("step-*.jsonl"), key=lambda file: int(file.stem.removeprefix("step-")))
     for file in (files[0], files[-1]):
@@ -22,5 +22,5 @@ def answers(run: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for line in answers(Path(sys.argv[1])):
+    for line in sample_lines(Path(sys.argv[1])):
         sys.stdout.write(f"{line}\n")

@@ -25,13 +25,15 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 def score(completions: Sequence[str], task: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
     """Score completions by the rules of their tasks; some tasks give a part of 1 for a part of an answer."""
     scores = []
-    for completion, name, written in zip(completions, task, entry, strict=True):
-        asked = json.loads(written)
-        scores.append(float(reasoning_gym.get_score_answer_fn(name)(_answer(completion, asked["answer"]), asked)))
+    for completion, name, entry_text in zip(completions, task, entry, strict=True):
+        task_entry = json.loads(entry_text)
+        scores.append(
+            float(reasoning_gym.get_score_answer_fn(name)(_final_answer(completion, task_entry["answer"]), task_entry))
+        )
     return scores
 
 
-def _answer(completion: str, reference: str) -> str:
+def _final_answer(completion: str, reference: str) -> str:
     """Return the last number of a completion where the reference is a number, else the whole completion."""
     numbers = _NUMBER.findall(completion)
     return numbers[-1] if numbers and _NUMBER.fullmatch(reference) else completion.strip()
@@ -39,12 +41,12 @@ def _answer(completion: str, reference: str) -> str:
 
 def write_prompts(task: str, count: int) -> None:
     """Print records for `data.train` with format Prompts."""
-    for asked in reasoning_gym.create_dataset(task, size=count, seed=0):
+    for task_entry in reasoning_gym.create_dataset(task, size=count, seed=0):
         record = {
-            "prompt": [{"role": "user", "content": asked["question"]}],
+            "prompt": [{"role": "user", "content": task_entry["question"]}],
             "task": task,
-            "entry": json.dumps(asked, default=str),
-            "answer": asked["answer"],
+            "entry": json.dumps(task_entry, default=str),
+            "answer": task_entry["answer"],
         }
         sys.stdout.write(json.dumps(record) + "\n")
 

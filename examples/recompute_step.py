@@ -165,7 +165,7 @@ def compute_advantages(step: Step, old: Sequence[Tensor], reference: Sequence[Te
         penalties = [-coefficient * estimate_kl(grpo, *pair).double() for pair in zip(old, reference, strict=True)]
     rewards = torch.tensor([answer.reward for answer in step.answers], dtype=torch.float64)
     if grpo["advantage"] == "ReinforcePlusPlus":
-        return whiten([reward + sum_to_go(part) for reward, part in zip(rewards, penalties, strict=True)])
+        return whiten_values([reward + sum_to_go(part) for reward, part in zip(rewards, penalties, strict=True)])
     rewards = rewards + torch.stack([part.sum() for part in penalties])
     of_groups = rewards.reshape(-1, grpo["groupSize"])
     values = compare_with_group(grpo["advantage"], of_groups).flatten()
@@ -186,7 +186,7 @@ def sum_to_go(values: Tensor) -> Tensor:
     return values.flip(0).cumsum(0).flip(0)
 
 
-def whiten(values: Sequence[Tensor]) -> list[Tensor]:
+def whiten_values(values: Sequence[Tensor]) -> list[Tensor]:
     """Return values of mean 0 and deviation 1 over all tokens."""
     together = torch.cat(list(values))
     deviation = together.std(correction=0) + EPSILON
@@ -381,25 +381,25 @@ def apply_update(step: Step, optimizer: torch.optim.AdamW, norm: float, rate: fl
 def compare_outputs(step: Step, before: Sequence[Tensor], numbers: Recomputed) -> dict[str, float]:
     """Return the largest distances of log-probabilities, ratios and advantages."""
     answers = step.answers
-    to_engine = furthest([answer.engine for answer in answers], before)
+    to_engine = largest_distance([answer.engine for answer in answers], before)
     distances = {
         "log-probabilities, engine": to_engine,
-        "ratios to the engine": furthest(
+        "ratios to the engine": largest_distance(
             [torch.ones_like(values) for values in before],
             [(values - answer.engine).exp() for values, answer in zip(before, answers, strict=True)],
         ),
-        "advantages": furthest([answer.advantages for answer in answers], numbers.advantages),
+        "advantages": largest_distance([answer.advantages for answer in answers], numbers.advantages),
     }
     old = [answer.old for answer in answers if answer.old is not None]
     if old:
-        distances["log-probabilities, trainer"] = furthest(old, before)
+        distances["log-probabilities, trainer"] = largest_distance(old, before)
     reference = [answer.reference for answer in answers if answer.reference is not None]
     if reference and numbers.reference is not None:
-        distances["log-probabilities, reference model"] = furthest(reference, numbers.reference)
+        distances["log-probabilities, reference model"] = largest_distance(reference, numbers.reference)
     return distances
 
 
-def furthest(recorded: Sequence[Tensor], computed: Sequence[Tensor]) -> float:
+def largest_distance(recorded: Sequence[Tensor], computed: Sequence[Tensor]) -> float:
     """Return the largest |difference| of two lists of tensors."""
     return max(float((a - b).abs().max()) for a, b in zip(recorded, computed, strict=True))
 
@@ -426,17 +426,19 @@ def main() -> None:
     parser.add_argument("--after", type=Path, help="export of the step's weights")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print the distances as JSON")
-    given = parser.parse_args()
-    step = read_step(given.run, given.step)
-    before = given.model or Path(step.settings["model"]["source"])
+    arguments = parser.parse_args()
+    step = read_step(arguments.run, arguments.step)
+    before = arguments.model or Path(step.settings["model"]["source"])
     model = load_model(before, step)
-    distances = recompute(step, model, given.reference)
-    if given.after is not None:
-        distances["updates of the weights, relative"] = compare_weights(model, before, given.after)
-    if given.json:
+    distances = recompute(step, model, arguments.reference)
+    if arguments.after is not None:
+        distances["updates of the weights, relative"] = compare_weights(model, before, arguments.after)
+    if arguments.json:
         print(json.dumps(distances))
         return
-    print(f"step {given.step}: {len(step.answers)} answers in {len(step.updates)} updates; left out: {step.left_out}")
+    print(
+        f"step {arguments.step}: {len(step.answers)} answers in {len(step.updates)} updates; left out: {step.left_out}"
+    )
     for name, distance in distances.items():
         print(f"{name:40} {distance:.2e}")
 

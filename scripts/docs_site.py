@@ -30,7 +30,7 @@ _LINK = re.compile(r"(\]\()([^)#:]+)([^)]*\))")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that do not lie in docs/."""
-    for name, text in (*reference_pages.pages(), *_outside()):
+    for name, text in (*reference_pages.all_pages(), *_outside_pages()):
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -46,13 +46,13 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     """Rewrite links between docs/ and the rest of the project to the places of these pages in the site."""
     here = posixpath.dirname(page.file.src_uri)
 
-    def led(found: re.Match[str]) -> str:
-        return found[1] + _led(found[2], here) + found[3]
+    def rewrite_link(link_match: re.Match[str]) -> str:
+        return link_match[1] + _site_link(link_match[2], here) + link_match[3]
 
-    return _LINK.sub(led, markdown)
+    return _LINK.sub(rewrite_link, markdown)
 
 
-def _led(link: str, here: str) -> str:
+def _site_link(link: str, here: str) -> str:
     """Return the link as the site has it: what the tree calls docs/x is x there, everything else is project/x."""
     in_tree = here.removeprefix("project").lstrip("/") if here.startswith("project") else posixpath.join("docs", here)
     target = posixpath.normpath(posixpath.join(in_tree, link))
@@ -63,7 +63,7 @@ def _led(link: str, here: str) -> str:
     return posixpath.relpath(placed, here or ".")
 
 
-def _outside() -> Iterator[tuple[str, str]]:
+def _outside_pages() -> Iterator[tuple[str, str]]:
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             yield f"project/{path.relative_to(ROOT)}", path.read_text()

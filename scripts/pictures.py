@@ -39,7 +39,7 @@ class Box:
     title: str
     lines: tuple[str, ...] = ()
 
-    def svg(self) -> str:
+    def as_svg(self) -> str:
         """The rectangle and its text."""
         text = [f'<text x="{self.x + 14}" y="{self.y + 26}" font-weight="600">{escape(self.title)}</text>']
         text += [
@@ -61,7 +61,7 @@ class Arrow:
     end: tuple[int, int]
     word: str = ""
 
-    def svg(self) -> str:
+    def as_svg(self) -> str:
         """The line, its head and its word."""
         (x1, y1), (x2, y2) = self.start, self.end
         ends = f'x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"'
@@ -164,19 +164,19 @@ WAYS = (
 )
 
 
-def overview() -> str:
+def overview_svg() -> str:
     """Return the diagram that leads from a job to its ranks."""
-    return _diagram("A MoETrainingJob becomes pods, launchers and ranks", (1180, 424), BOXES, ARROWS)
+    return _diagram_svg("A MoETrainingJob becomes pods, launchers and ranks", (1180, 424), BOXES, ARROWS)
 
 
-def trust() -> str:
+def trust_svg() -> str:
     """Return the diagram of trust domains."""
-    return _diagram("Operator, namespaces, jobs and volume claims as trust domains", (1180, 490), DOMAINS, WAYS)
+    return _diagram_svg("Operator, namespaces, jobs and volume claims as trust domains", (1180, 490), DOMAINS, WAYS)
 
 
-def _diagram(label: str, size: tuple[int, int], boxes: tuple[Box, ...], arrows: tuple[Arrow, ...]) -> str:
+def _diagram_svg(label: str, size: tuple[int, int], boxes: tuple[Box, ...], arrows: tuple[Arrow, ...]) -> str:
     width, height = size
-    drawn = "".join(box.svg() for box in boxes) + "".join(arrow.svg() for arrow in arrows)
+    drawn = "".join(box.as_svg() for box in boxes) + "".join(arrow.as_svg() for arrow in arrows)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(label)}" '
@@ -187,34 +187,36 @@ def _diagram(label: str, size: tuple[int, int], boxes: tuple[Box, ...], arrows: 
     )
 
 
-def terminal(title: str, *commands: str) -> str:
+def terminal_svg(title: str, *commands: str) -> str:
     """Run commands in the root of the tree, and return the picture of a terminal with their output."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         for command in commands:
             console.print(Text(f"$ {command}", style="bold"))
-            console.print(Text.from_ansi(_printed(command)))
+            console.print(Text.from_ansi(_run_command(command)))
     # Any fixed-width font of the reader will do: a picture must load none from a server.
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title, unique_id="moejob"), flags=re.DOTALL)
 
 
-def _printed(command: str) -> str:
+def _run_command(command: str) -> str:
     environment = os.environ | {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    ran = subprocess.run(shlex.split(command), cwd=ROOT, env=environment, check=True, capture_output=True)
-    return ran.stdout.decode().replace(str(ROOT), "~/moejob")
+    process = subprocess.run(shlex.split(command), cwd=ROOT, env=environment, check=True, capture_output=True)
+    return process.stdout.decode().replace(str(ROOT), "~/moejob")
 
 
 def main() -> None:
     """Write every picture."""
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "overview.svg").write_text(overview())
-    (FOLDER / "trust.svg").write_text(trust())
+    (FOLDER / "overview.svg").write_text(overview_svg())
+    (FOLDER / "trust.svg").write_text(trust_svg())
     draw_curves()
-    (FOLDER / "demo.svg").write_text(terminal("a laptop, two CPU ranks", "make demo"))
-    (FOLDER / "demo-grpo.svg").write_text(terminal("a laptop, and a vLLM engine on its CPU", "make demo-grpo"))
-    (FOLDER / "cluster.svg").write_text(terminal("two Kubernetes nodes on one machine", "make cluster-demo"))
-    (FOLDER / "plan.svg").write_text(terminal("no cluster, no GPU", "moejob plan examples/mixtral-8x7b-sft-16gpu.yaml"))
+    (FOLDER / "demo.svg").write_text(terminal_svg("a laptop, two CPU ranks", "make demo"))
+    (FOLDER / "demo-grpo.svg").write_text(terminal_svg("a laptop, and a vLLM engine on its CPU", "make demo-grpo"))
+    (FOLDER / "cluster.svg").write_text(terminal_svg("two Kubernetes nodes on one machine", "make cluster-demo"))
+    (FOLDER / "plan.svg").write_text(
+        terminal_svg("no cluster, no GPU", "moejob plan examples/mixtral-8x7b-sft-16gpu.yaml")
+    )
 
 
 if __name__ == "__main__":

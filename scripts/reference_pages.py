@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from moejob_api.contract import pods
-from moejob_api.job.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import FieldKind, JobField, job_fields
 from moejob_api.job.status import ConditionType, Phase
 from moejob_cli.app import app
 from moejob_operator.actions import EventReason
@@ -50,29 +50,29 @@ _MEMBER = re.compile(r"^((?: +# .*\n)*) +(\w+) = ", re.MULTILINE)
 _VARIABLE = re.compile(r'^((?:# .*\n)*)\w+ = "(MOEJOB_\w+)"$', re.MULTILINE)
 
 
-def pages() -> Iterator[tuple[str, str]]:
+def all_pages() -> Iterator[tuple[str, str]]:
     """Yield each page by its path in the site."""
-    yield "reference/fields.md", _fields()
-    yield "reference/commands.md", _commands()
-    yield "reference/contract.md", _contract()
-    yield "reference/operator.md", _operator()
-    yield "reference/metrics.md", _metrics()
-    yield "reference/conditions.md", _conditions()
-    yield "reference/chart.md", _chart()
+    yield "reference/fields.md", _fields_page()
+    yield "reference/commands.md", _commands_page()
+    yield "reference/contract.md", _contract_page()
+    yield "reference/operator.md", _settings_page()
+    yield "reference/metrics.md", _metrics_page()
+    yield "reference/conditions.md", _conditions_page()
+    yield "reference/chart.md", _chart_page()
 
 
-def _fields() -> str:
+def _fields_page() -> str:
     lines = ["# Fields of a MoETrainingJob", "", "`kubectl explain moetrainingjob.spec` prints the same.", ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for path, field in job_fields().walk():
+    for path, field in job_fields().walk_fields():
         if path.startswith(("spec", "status")) and field.description:
             has_default = field.kind is not FieldKind.OBJECT and field.default not in (None, "")
             default = f"`{field.default}`" if has_default else ""
-            lines.append(f"| `{path}` | {_type(field)} | {default} | {_cell(field.description)} |")
+            lines.append(f"| `{path}` | {_type_text(field)} | {default} | {_table_cell(field.description)} |")
     return "\n".join(lines) + "\n"
 
 
-def _type(field: Field) -> str:
+def _type_text(field: JobField) -> str:
     named = " \\| ".join(field.choices) or _TYPES.get(field.kind, field.kind.value)
     bounds = ", ".join(
         f"{word} {value:g}"
@@ -82,23 +82,23 @@ def _type(field: Field) -> str:
     return f"{named} ({bounds})" if bounds else named
 
 
-def _commands() -> str:
+def _commands_page() -> str:
     lines = ["# Commands", ""]
     # It is a group of commands, although typer's type does not know this.
     group: Any = get_command(app)
-    for name, one in group.commands.items():
-        lines += [f"## moejob {name}", "", one.help or "", "", "| option | meaning |", "|---|---|"]
-        for parameter in one.params:
+    for name, command in group.commands.items():
+        lines += [f"## moejob {name}", "", command.help or "", "", "| option | meaning |", "|---|---|"]
+        for parameter in command.params:
             names = ", ".join(parameter.opts)
-            lines.append(f"| `{names}` | {_cell(getattr(parameter, 'help', '') or '')} |")
+            lines.append(f"| `{names}` | {_table_cell(getattr(parameter, 'help', '') or '')} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _contract() -> str:
+def _contract_page() -> str:
     parts: tuple[tuple[str, type[StrEnum | IntEnum]], ...] = (
         ("Environment variables of a pod", pods.Environment),
-        ("Ports", pods.Port),
+        ("Ports", pods.PodPort),
         ("Paths over HTTP", pods.HttpPath),
         ("Exit codes", pods.ExitCode),
         ("Labels", pods.Label),
@@ -106,51 +106,51 @@ def _contract() -> str:
     )
     lines = ["# Contract of operator, `moejob run` and trainer", ""]
     for title, members in parts:
-        meanings = {name: _comment(text) for text, name in _MEMBER.findall(inspect.getsource(members))}
+        meanings = {name: _comment_text(text) for text, name in _MEMBER.findall(inspect.getsource(members))}
         lines += [f"## {title}", "", "| name | value | meaning |", "|---|---|---|"]
         lines += [f"| {member.name} | `{member.value}` | {meanings[member.name]} |" for member in members]
         lines.append("")
-    return "\n".join([*lines, *_variables()])
+    return "\n".join([*lines, *_variable_lines()])
 
 
-def _variables() -> Iterator[str]:
+def _variable_lines() -> Iterator[str]:
     """Yield the lines about variables that one package alone reads: from a shell, or from a launcher to its ranks."""
     yield from ("## Other environment variables", "", "| name | read by | meaning |", "|---|---|---|")
     for path in sorted(ROOT.glob("*/src/*/**/*.py")):
         module = ".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :])
         for text, name in _VARIABLE.findall(path.read_text(encoding="utf-8")):
-            yield f"| `{name}` | `{module}` | {_comment(text)} |"
+            yield f"| `{name}` | `{module}` | {_comment_text(text)} |"
     yield ""
 
 
-def _comment(text: str) -> str:
-    return _cell(" ".join(line.strip().removeprefix("# ") for line in text.splitlines()))
+def _comment_text(text: str) -> str:
+    return _table_cell(" ".join(line.strip().removeprefix("# ") for line in text.splitlines()))
 
 
-def _operator() -> str:
+def _settings_page() -> str:
     lines = ["# Settings of the operator", "", "A flag wins over its variable, a variable over the default.", ""]
     lines += ["| flag | variable | default | meaning |", "|---|---|---|---|"]
     for name, field in Settings.model_fields.items():
         flag, variable = name.replace("_", "-"), f"{Settings.model_config['env_prefix']}{name.upper()}"
         # A default that depends on this machine would be wrong for the reader.
         default = "" if field.default_factory or field.default is None else f"`{field.default}`"
-        lines.append(f"| `--{flag}` | `{variable}` | {default} | {_cell(field.description or '')} |")
+        lines.append(f"| `--{flag}` | `{variable}` | {default} | {_table_cell(field.description or '')} |")
     return "\n".join(lines) + "\n"
 
 
-def _metrics() -> str:
+def _metrics_page() -> str:
     operator = generate_latest(Metrics().registry).decode()
     # Read as a file: the package around it needs torch.
-    exposition = runpy.run_path(str(ROOT / "trainer/src/moejob_trainer/launcher/metrics.py"))["exposition"]
+    format_metrics = runpy.run_path(str(ROOT / "trainer/src/moejob_trainer/launcher/metrics.py"))["format_metrics"]
     lines = ["# Metrics", "", "All are in Prometheus' text format; those that any Python process has are left out.", ""]
     for title, text in (
         ("Operator: `/metrics` beside `/healthz`", operator),
-        (f"Trainer pods: `/metrics` on port {pods.Port.PROGRESS.value}", exposition(_FULL_PROGRESS)),
+        (f"Trainer pods: `/metrics` on port {pods.PodPort.PROGRESS.value}", format_metrics(_FULL_PROGRESS)),
     ):
         lines += [f"## {title}", "", "| name | type | meaning |", "|---|---|---|"]
         types = dict(_TYPE.findall(text))
         lines += [
-            f"| `{name}` | {types[name]} | {_cell(meaning)} |"
+            f"| `{name}` | {types[name]} | {_table_cell(meaning)} |"
             for name, meaning in _HELP.findall(text)
             if name.startswith("moejob_")
         ]
@@ -158,7 +158,7 @@ def _metrics() -> str:
     return "\n".join(lines)
 
 
-def _conditions() -> str:
+def _conditions_page() -> str:
     lines = ["# Phases, conditions and events", ""]
     parts: tuple[tuple[str, type[StrEnum]], ...] = (
         ("Phases: `status.phase`", Phase),
@@ -173,27 +173,27 @@ def _conditions() -> str:
     return "\n".join(lines)
 
 
-def _chart() -> str:
+def _chart_page() -> str:
     chart = ROOT / "charts" / "moejob"
     schema = json.loads((chart / "values.schema.json").read_text())
     values = yaml.safe_load((chart / "values.yaml").read_text())
     lines = ["# Values of the chart", "", "| value | default | meaning |", "|---|---|---|"]
     lines += [
-        f"| `{path}` | `{json.dumps(default)}` | {_cell(meaning)} |"
-        for path, default, meaning in _leaves(schema, values, "")
+        f"| `{path}` | `{json.dumps(default)}` | {_table_cell(meaning)} |"
+        for path, default, meaning in _value_leaves(schema, values, "")
     ]
     return "\n".join(lines) + "\n"
 
 
-def _leaves(schema: dict[str, Any], values: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+def _value_leaves(schema: dict[str, Any], values: Any, path: str) -> Iterator[tuple[str, Any, str]]:
     """Yield path, default and description of each value below a part of the schema."""
     for name, inner in schema.get("properties", {}).items():
         default = values.get(name) if isinstance(values, dict) else None
         if inner.get("properties"):
-            yield from _leaves(inner, default, f"{path}{name}.")
+            yield from _value_leaves(inner, default, f"{path}{name}.")
         else:
             yield f"{path}{name}", default, inner.get("description", "")
 
 
-def _cell(text: str) -> str:
+def _table_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")

@@ -40,7 +40,7 @@ class TargetResult:
         """Return whether the target ended without a failure, and reported at least one test."""
         return self.status == 0 and bool(self.outcomes)
 
-    def count(self, outcome: Outcome) -> int:
+    def count_outcome(self, outcome: Outcome) -> int:
         """Return the number of tests with this outcome."""
         return sum(each is outcome for each in self.outcomes.values())
 
@@ -52,7 +52,7 @@ class TargetResult:
         if not self.outcomes:
             return f"NO REPORT, status {self.status}"
         if not self.is_passed:
-            return "FAILED" if self.count(Outcome.FAILED) else f"FAILED, status {self.status}"
+            return "FAILED" if self.count_outcome(Outcome.FAILED) else f"FAILED, status {self.status}"
         return f"passed, {len(self.passed_alone)} alone" if self.passed_alone else "passed"
 
 
@@ -75,11 +75,11 @@ def read_outcomes(report: Path) -> dict[str, Outcome]:
         name = f"{test.get('classname')}::{test.get('name')}"
         # A test whose teardown fails is in the report twice.
         if outcomes.get(name) is not Outcome.FAILED:
-            outcomes[name] = _outcome(test)
+            outcomes[name] = _read_outcome(test)
     return outcomes
 
 
-def _outcome(test: ET.Element) -> Outcome:
+def _read_outcome(test: ET.Element) -> Outcome:
     if test.find("failure") is not None or test.find("error") is not None:
         return Outcome.FAILED
     return Outcome.SKIPPED if test.find("skipped") is not None else Outcome.PASSED
@@ -89,14 +89,16 @@ def table_lines(results: Sequence[TargetResult]) -> Iterator[str]:
     """Yield the lines of the table, and under it the tests that failed, and those that passed alone."""
     yield f"{'target':<14}{'passed':>8}{'failed':>8}{'skipped':>9}{'time':>9}"
     for result in results:
-        counts = "".join(f"{result.count(outcome):>{width}}" for outcome, width in zip(Outcome, (8, 8, 9), strict=True))
-        yield f"{result.target:<14}{counts}{_time(result.seconds):>9}  {result.verdict}"
+        counts = "".join(
+            f"{result.count_outcome(outcome):>{width}}" for outcome, width in zip(Outcome, (8, 8, 9), strict=True)
+        )
+        yield f"{result.target:<14}{counts}{_time_text(result.seconds):>9}  {result.verdict}"
     for result in results:
         yield from (f"failed: {test}" for test, outcome in result.outcomes.items() if outcome is Outcome.FAILED)
         yield from (f"failed once, passed alone: {test}" for test in result.passed_alone)
 
 
-def _time(seconds: int) -> str:
+def _time_text(seconds: int) -> str:
     return f"{seconds // 60}:{seconds % 60:02}"
 
 

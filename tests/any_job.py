@@ -15,7 +15,7 @@ from builders import GRPO, SFT, merged
 from fake_world import SMALL
 from field_cases import SPEC, TEXTS, Step, places, takes
 from moejob_api.job import Spec
-from moejob_api.job.fields import Field, FieldKind, fields_of
+from moejob_api.job.fields import FieldKind, JobField, fields_of
 from moejob_api.job.status import Status
 
 STATUS = fields_of(Status)
@@ -79,14 +79,14 @@ class AnyJob:
         drawn: dict[str, Any] = self._value(STATUS)
         return drawn
 
-    def _value(self, field: Field) -> Any:
+    def _value(self, field: JobField) -> Any:
         match field.kind:
             case FieldKind.OBJECT:
                 return self._object(field)
             case FieldKind.MAP:
                 assert field.element is not None
                 keys = [
-                    self._text(Field(FieldKind.TEXT, longest=field.longest_key))
+                    self._text(JobField(FieldKind.TEXT, longest=field.longest_key))
                     for _ in range(self._chance.randrange(3))
                 ]
                 return {key: self._value(field.element) for key in keys}
@@ -103,12 +103,12 @@ class AnyJob:
             case _:
                 return self._text(field)
 
-    def _object(self, field: Field) -> dict[str, Any]:
+    def _object(self, field: JobField) -> dict[str, Any]:
         share = self._chance.choice((0.1, 0.5, 0.9))
         given = (name for name in field.fields if name in field.required or self._chance.random() < share)
         return {name: self._value(field.fields[name]) for name in given}
 
-    def _number(self, field: Field) -> float:
+    def _number(self, field: JobField) -> float:
         low = field.minimum if field.minimum is not None else -1e9
         high = field.maximum if field.maximum is not None else 2.0**53
         drawn = self._chance.choice((low, high, *_WHOLES, self._chance.uniform(low, high)))
@@ -119,7 +119,7 @@ class AnyJob:
         is_outside = (field.above_minimum and bounded == low) or (field.below_maximum and bounded == high)
         return (low + high) / 2 if is_outside else bounded
 
-    def _text(self, field: Field) -> str:
+    def _text(self, field: JobField) -> str:
         if field.choices:
             return self._chance.choice(field.choices)
         if field.format == "date-time":

@@ -20,7 +20,7 @@ from typing import Any
 from builders import spec
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer
 from moejob_api.contract.pod_environment import spec_text
-from moejob_api.contract.pods import Environment, HttpPath, Role, engine_key
+from moejob_api.contract.pods import Environment, HttpPath, PodRole, engine_key
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def environment(run_folder: Path, urls: Sequence[str], index: int = 0, **section
     base: dict[str, Any] = {"method": "GRPO", "resources": {"accelerator": "CPU"}}
     values = {
         Environment.SPEC: spec_text(spec(**{**base, **sections})),
-        Environment.ROLE: Role.ROLLOUT.value,
+        Environment.ROLE: PodRole.ROLLOUT.value,
         Environment.INDEX: str(index),
         Environment.HOST: "127.0.0.1",
         Environment.RUN_FOLDER: str(run_folder),

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from moejob_api.contract.pods import Label, PodProgress, Role
+from moejob_api.contract.pods import Label, PodProgress, PodRole
 from moejob_api.job.status import Status
-from moejob_operator.actions import Event, Kind, Manifest, Ref
-from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable
+from moejob_operator.actions import Event, Kind, Manifest, ObjectReference
+from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameInTheWay, Raw, Retryable
 from moejob_operator.observed import is_as_made
 
 Body = dict[str, Any]
@@ -63,12 +63,12 @@ class FakeCluster:
 
     # --- the operator's side ---------------------------------------------------------------------------------------
 
-    async def job(self, key: JobKey) -> Raw | None:
+    async def get_job(self, key: JobKey) -> Raw | None:
         self._fail()
         found = self._view.get((Kind.JOB, key.namespace, key.name))
         return copy.deepcopy(found)
 
-    async def children(self, key: JobKey, *, live: bool) -> Children:
+    async def list_children(self, key: JobKey, *, live: bool) -> Children:
         self._fail()
         self.lists += live
         if live:
@@ -102,14 +102,14 @@ class FakeCluster:
             self.made.add(self.objects[with_id]["metadata"]["uid"])
             self._answered(with_id)
         elif not is_as_made(there, manifest):
-            raise InTheWay(manifest)
+            raise NameInTheWay(manifest)
         self._after()
 
-    async def lacks(self, manifest: Manifest) -> bool:
+    async def is_missing(self, manifest: Manifest) -> bool:
         about = manifest["metadata"]
         return (Kind(manifest["kind"]), about["namespace"], about["name"]) not in self.objects
 
-    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+    async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
         self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.graces[ref.name] = grace_seconds
         with_id = (ref.kind, ref.namespace, ref.name)
@@ -131,13 +131,13 @@ class FakeCluster:
         self._answered(with_id)
         self._after()
 
-    async def post(self, job: Raw, event: Event) -> None:
+    async def post_event(self, job: Raw, event: Event) -> None:
         assert job["metadata"]["uid"]
         self._before(None)
         self.events.append(event)
         self._after()
 
-    async def progress(self, pod: Raw) -> PodProgress | None:
+    async def get_progress(self, pod: Raw) -> PodProgress | None:
         self.questions += 1
         return self.answers.get(pod["metadata"]["uid"])
 
@@ -168,7 +168,7 @@ class FakeCluster:
         told = {key: body for key, body in self.objects.items() if jobs or key[0] is not Kind.JOB}
         self.cache = kept | copy.deepcopy(told)
 
-    def pods(self, role: Role | None = None) -> Iterator[Body]:
+    def pods(self, role: PodRole | None = None) -> Iterator[Body]:
         """Pods that there are, by name."""
         for (kind, _, _), body in sorted(self.objects.items()):
             if kind is Kind.POD and role in (None, body["metadata"]["labels"].get(Label.ROLE)):
@@ -235,11 +235,11 @@ class FakeCluster:
 
     def _expect_one_gang(self, manifest: Manifest) -> None:
         labels = manifest["metadata"].get("labels", {})
-        if labels.get(Label.ROLE) != Role.TRAINER:
+        if labels.get(Label.ROLE) != PodRole.TRAINER:
             return
         others = [
             pod["metadata"]["name"]
-            for pod in self.pods(Role.TRAINER)
+            for pod in self.pods(PodRole.TRAINER)
             if pod["metadata"]["uid"] in self.made
             and pod["metadata"]["labels"][Label.JOB] == labels[Label.JOB]
             and pod["metadata"]["labels"][Label.ATTEMPT] != labels[Label.ATTEMPT]

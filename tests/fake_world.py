@@ -12,16 +12,24 @@ from typing import Any
 
 from builders import GRPO, SFT, merged
 from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
-from moejob_api.contract.pods import Label, LastWord, PodProgress, RankFault, ReportedHeartbeat, Role, RunProgress
+from moejob_api.contract.pods import (
+    Label,
+    PodProgress,
+    PodRole,
+    RankFault,
+    ReportedHeartbeat,
+    RunProgress,
+    TerminationMessage,
+)
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, JobKey
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed.jobs import status as read_status
-from moejob_operator.planning.observed_state import Setting
-from moejob_operator.reconcile import Reconciler, reconcile
+from moejob_operator.observed.jobs import read_status
+from moejob_operator.planning.observed_state import OperatorSetting
+from moejob_operator.reconcile import Reconciler, reconcile_job
 from moejob_operator.status.job_status import SETTLING_SECONDS
 from moejob_operator.validation import Validator
 
@@ -66,13 +74,13 @@ class World:
         """One reconcile of the job; one that crashed is done again by the next process."""
         reconciler = Reconciler(
             self.validator,
-            Setting(IMAGES, self.gang_apis, self.network),
+            OperatorSetting(IMAGES, self.gang_apis, self.network),
             lambda: self.cluster.now,
-            asked=self.asked,
-            access=self.access,
+            poll_times=self.asked,
+            access_attempts=self.access,
         )
         try:
-            return self.cluster.reconciled(reconcile(self.key, self.cluster, reconciler))
+            return self.cluster.reconciled(reconcile_job(self.key, self.cluster, reconciler))
         except Crash:
             self.crashes += 1
             self.restart_operator()
@@ -113,7 +121,7 @@ class World:
         if self.is_gone:
             return True
         phases = Counter(
-            (role.value, pod["status"].get("phase", "Pending")) for role in Role for pod in self.cluster.pods(role)
+            (role.value, pod["status"].get("phase", "Pending")) for role in PodRole for pod in self.cluster.pods(role)
         )
         return all(
             (phases[counted.role, "Pending"], phases[counted.role, "Running"]) == (counted.pending, counted.running)
@@ -156,7 +164,7 @@ class World:
         body = self.job
         self.cluster.change(body | {"metadata": body["metadata"] | {"deletionTimestamp": at(self.cluster.now)}})
 
-    def delete_pod(self, index: int, role: Role = Role.TRAINER) -> None:
+    def delete_pod(self, index: int, role: PodRole = PodRole.TRAINER) -> None:
         """kubectl delete pod."""
         self.cluster.end((Kind.POD, self.key.namespace, self.pod(index, role)["metadata"]["name"]))
 
@@ -185,7 +193,7 @@ class World:
             if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
                 self._set(pod, phase="Running", ready=False)
 
-    def end(self, index: int, code: int, word: LastWord | None = None, **more: Any) -> None:
+    def end(self, index: int, code: int, word: TerminationMessage | None = None, **more: Any) -> None:
         """A trainer pod ends; `more` goes into its status, `reason` into its container's."""
         reason = more.pop("container_reason", "Completed" if code == 0 else "Error")
         terminated = {
@@ -199,12 +207,12 @@ class World:
         phase = "Succeeded" if code == 0 else "Failed"
         self._set(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
 
-    def end_all(self, code: int, word: LastWord | None = None) -> None:
+    def end_all(self, code: int, word: TerminationMessage | None = None) -> None:
         """Every trainer pod of the present gang ends alike."""
-        for index in sorted(int(pod["metadata"]["labels"][Label.INDEX]) for pod in self.cluster.pods(Role.TRAINER)):
+        for index in sorted(int(pod["metadata"]["labels"][Label.INDEX]) for pod in self.cluster.pods(PodRole.TRAINER)):
             self.end(index, code, word)
 
-    def evict(self, index: int, role: Role = Role.TRAINER) -> None:
+    def evict(self, index: int, role: PodRole = PodRole.TRAINER) -> None:
         """The kubelet takes a pod's place away."""
         target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
         pod = self.pod(index, role)
@@ -259,7 +267,7 @@ class World:
         }
         waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}
         state = _container({"waiting": waiting}) | {"name": "rollout", "lastState": {"terminated": end}}
-        self._set(self.pod(index, Role.ROLLOUT), ready=False, containerStatuses=[state])
+        self._set(self.pod(index, PodRole.ROLLOUT), ready=False, containerStatuses=[state])
 
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
@@ -277,7 +285,7 @@ class World:
         **run: Any,
     ) -> None:
         """Every running trainer pod answers: the run is at `step`, ranks were heard `age` seconds ago."""
-        for pod in self.cluster.pods(Role.TRAINER):
+        for pod in self.cluster.pods(PodRole.TRAINER):
             labels = pod["metadata"]["labels"]
             index = int(labels[Label.INDEX])
             about = RunProgress(step=step, total_steps=100, last_checkpoint_step=saved, **run)
@@ -317,11 +325,11 @@ class World:
         """The message of a condition."""
         return next((found.message for found in self.status.conditions if found.type is kind), "")
 
-    def names(self, role: Role = Role.TRAINER) -> list[str]:
+    def names(self, role: PodRole = PodRole.TRAINER) -> list[str]:
         """Pods of a role as attempt-index, those that are ending with a cross."""
         return list(self._names(role))
 
-    def pod(self, index: int, role: Role = Role.TRAINER) -> Body:
+    def pod(self, index: int, role: PodRole = PodRole.TRAINER) -> Body:
         """The newest pod of a role with this index."""
         found = [pod for pod in self.cluster.pods(role) if pod["metadata"]["labels"][Label.INDEX] == str(index)]
         assert found, f"there is no {role} pod {index}"
@@ -351,7 +359,7 @@ class World:
         started: str = there[0]["state"].get("running", {}).get("startedAt", at(self.cluster.now))
         return started
 
-    def _names(self, role: Role) -> Iterator[str]:
+    def _names(self, role: PodRole) -> Iterator[str]:
         for pod in self.cluster.pods(role):
             about = pod["metadata"]
             cross = "+" if "deletionTimestamp" in about else ""

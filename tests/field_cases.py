@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from builders import SFT
-from moejob_api.job.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import FieldKind, JobField, job_fields
 
 SPEC = job_fields().fields["spec"]
 # Between them they match and break every pattern.
@@ -16,7 +16,7 @@ TEXTS = ("a", "/a", "8", "1Gi", "a.b/c", "A_b", "", "-", "a b", "ä", "a:b", "a\
 Step = str | int
 
 
-def example(field: Field) -> Any:
+def example(field: JobField) -> Any:
     """A value with everything in it that may be given."""
     match field.kind:
         case FieldKind.OBJECT:
@@ -36,14 +36,14 @@ def example(field: Field) -> Any:
             return field.choices[0] if field.choices else next(text for text in TEXTS if takes(field, text))
 
 
-def takes(field: Field, text: str) -> bool:
+def takes(field: JobField, text: str) -> bool:
     """Return whether a text is within the bounds of a text field."""
     fits = (field.shortest or 0) <= len(text) <= (field.longest or math.inf)
     # Not $, which to Python also matches before a last line break.
     return fits and (field.pattern is None or re.search(field.pattern.replace("$", r"\Z"), text) is not None)
 
 
-def values(field: Field) -> Iterator[tuple[Any, bool]]:
+def values(field: JobField) -> Iterator[tuple[Any, bool]]:
     """Values for a field, and whether it takes them."""
     match field.kind:
         case FieldKind.OBJECT:
@@ -60,7 +60,7 @@ def values(field: Field) -> Iterator[tuple[Any, bool]]:
             yield from _texts(field)
 
 
-def _objects(field: Field) -> Iterator[tuple[Any, bool]]:
+def _objects(field: JobField) -> Iterator[tuple[Any, bool]]:
     whole = example(field)
     yield "text", False
     yield [whole], False
@@ -69,7 +69,7 @@ def _objects(field: Field) -> Iterator[tuple[Any, bool]]:
         yield {key: value for key, value in whole.items() if key != name}, name not in field.required
 
 
-def _maps(field: Field) -> Iterator[tuple[Any, bool]]:
+def _maps(field: JobField) -> Iterator[tuple[Any, bool]]:
     assert field.longest is not None
     assert field.longest_key is not None
     yield {}, True
@@ -82,7 +82,7 @@ def _maps(field: Field) -> Iterator[tuple[Any, bool]]:
         yield {"k" * length: ""}, length == field.longest_key
 
 
-def _lists(field: Field) -> Iterator[tuple[Any, bool]]:
+def _lists(field: JobField) -> Iterator[tuple[Any, bool]]:
     assert field.element is not None
     assert field.longest is not None
     item = example(field.element)
@@ -93,7 +93,7 @@ def _lists(field: Field) -> Iterator[tuple[Any, bool]]:
         yield _distinct(field.element, item, count), (field.shortest or 0) <= count <= field.longest
 
 
-def _distinct(element: Field, item: Any, count: int) -> list[Any]:
+def _distinct(element: JobField, item: Any, count: int) -> list[Any]:
     """Items with names of their own, where these are free: a list of environment variables may not repeat one."""
     name = element.fields.get("name")
     if name is not None and not name.choices:
@@ -101,7 +101,7 @@ def _distinct(element: Field, item: Any, count: int) -> list[Any]:
     return [item] * count
 
 
-def _numbers(field: Field) -> Iterator[tuple[Any, bool]]:
+def _numbers(field: JobField) -> Iterator[tuple[Any, bool]]:
     low, high = field.minimum, field.maximum
     assert low is not None
     assert high is not None
@@ -116,7 +116,7 @@ def _numbers(field: Field) -> Iterator[tuple[Any, bool]]:
         yield 10**30, False
 
 
-def _texts(field: Field) -> Iterator[tuple[Any, bool]]:
+def _texts(field: JobField) -> Iterator[tuple[Any, bool]]:
     is_quantity = field.kind is FieldKind.WHOLE_OR_TEXT
     yield from (((1, is_quantity), (-1, False), (1.5, False), (True, False), ([], False), ({}, False)))
     if field.choices:
@@ -130,7 +130,7 @@ def _texts(field: Field) -> Iterator[tuple[Any, bool]]:
         yield good + "a" * (field.longest + 1 - len(good)), False
 
 
-def places(field: Field, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Field]]:
+def places(field: JobField, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], JobField]]:
     """Every field below the spec, and where it is in the example."""
     if place:
         yield place, field

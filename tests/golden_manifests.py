@@ -16,10 +16,10 @@ from moejob_operator.actions import Ensure
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Children
-from moejob_operator.decide import decide
-from moejob_operator.observed import Specs, observed
-from moejob_operator.planning.observed_state import Setting
-from moejob_operator.validation import validation_of
+from moejob_operator.decide import plan_reconciliation
+from moejob_operator.observed import SpecCache, read_observation
+from moejob_operator.planning.observed_state import OperatorSetting
+from moejob_operator.validation import validate_spec
 
 FOLDER = Path(__file__).parent / "operator" / "golden"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -134,11 +134,13 @@ def _manifests(golden: Golden) -> Iterator[dict[str, Any]]:
 
 def created(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
     """All that the operator creates when it first sees a job that the API server holds."""
-    seen = observed(dict(raw), Children((), (), (), ()), Specs())
+    seen = read_observation(dict(raw), Children((), (), (), ()), SpecCache())
     assert seen.job.spec is not None, seen.job.problems
-    validation = validation_of(seen.job.spec)
+    validation = validate_spec(seen.job.spec)
     assert validation.is_accepted, validation.problems
-    for action in decide(seen, validation, Setting(IMAGES, apis, JobNetwork("moejob-system")), NOW).actions:
+    for action in plan_reconciliation(
+        seen, validation, OperatorSetting(IMAGES, apis, JobNetwork("moejob-system")), NOW
+    ).actions:
         assert isinstance(action, Ensure)
         yield dict(action.manifest)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RankFault, Role
+from moejob_api.contract.pods import ExitCode, PodOutcome, PodRole, RankFault, TerminationMessage
 from moejob_api.job.status import ConditionType, Status
 
 Verb = Callable[[World], None]
@@ -73,7 +73,7 @@ def _check(world: World, see: See, number: int) -> None:
     actual = See(
         phase=world.status.phase,
         pods=" ".join(world.names()),
-        engines=" ".join(world.names(Role.ROLLOUT)),
+        engines=" ".join(world.names(PodRole.ROLLOUT)),
         attempt=world.status.attempt,
         spent=restarts.since_checkpoint,
         uncounted=restarts.ladder.uncounted,
@@ -114,15 +114,19 @@ def waits(seconds: float) -> Verb:
     return lambda world: world.wait(seconds)
 
 
-def ends(index: int, code: int, outcome: Outcome | None = None, **more: Any) -> Verb:
+def ends(index: int, code: int, outcome: PodOutcome | None = None, **more: Any) -> Verb:
     """A trainer pod ends."""
-    word = None if outcome is None else LastWord(outcome=outcome, message="its last line", rank=index, exit_code=code)
+    word = (
+        None
+        if outcome is None
+        else TerminationMessage(outcome=outcome, message="its last line", rank=index, exit_code=code)
+    )
     return lambda world: world.end(index, code, word, **more)
 
 
-def all_end(code: int, outcome: Outcome | None = None, **said: Any) -> Verb:
+def all_end(code: int, outcome: PodOutcome | None = None, **said: Any) -> Verb:
     """The whole gang ends alike."""
-    return lambda world: world.end_all(code, None if outcome is None else LastWord(outcome=outcome, **said))
+    return lambda world: world.end_all(code, None if outcome is None else TerminationMessage(outcome=outcome, **said))
 
 
 def both(*verbs: Verb) -> Verb:
@@ -165,12 +169,12 @@ def node_lost(index: int, *, is_known: bool = True) -> Verb:
     return lambda world: world.lose_node(index, is_known=is_known)
 
 
-def pod_deleted(index: int, role: Role = Role.TRAINER) -> Verb:
+def pod_deleted(index: int, role: PodRole = PodRole.TRAINER) -> Verb:
     """kubectl delete pod."""
     return lambda world: world.delete_pod(index, role)
 
 
-def evicted(index: int, role: Role = Role.TRAINER) -> Verb:
+def evicted(index: int, role: PodRole = PodRole.TRAINER) -> Verb:
     """A kubelet takes the place away."""
     return lambda world: world.evict(index, role)
 
@@ -231,10 +235,10 @@ BOTH = "0-0 0-1"
 KUEUE = frozenset({"kueue.x-k8s.io"})
 STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
 RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
-KILLED = RankFault(outcome=Outcome.RANK_FAILED, message="rank 1 was killed by signal 9", rank=1, exit_code=-9)
+KILLED = RankFault(outcome=PodOutcome.RANK_FAILED, message="rank 1 was killed by signal 9", rank=1, exit_code=-9)
 # What became of pod 0 is not known yet.
 GIVEN_UP = (
-    both(silent(0), waits(20), ends(1, 1, Outcome.LOST_PEERS)),
+    both(silent(0), waits(20), ends(1, 1, PodOutcome.LOST_PEERS)),
     See("Running", BOTH, attempt=0, spent=0, why="LostPeers", says="nothing is heard of job-trainer-0-00000"),
 )
 GRPO: Mapping[str, Any] = {
@@ -265,7 +269,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a rank that fails takes its pod, which is replaced alone",
         STARTED,
         RUNNING,
-        (ends(1, 1, Outcome.RANK_FAILED), See("Restarting", BOTH, attempt=0, spent=1, failure="RankFailed")),
+        (ends(1, 1, PodOutcome.RANK_FAILED), See("Restarting", BOTH, attempt=0, spent=1, failure="RankFailed")),
         (runs, See("Running", BOTH, attempt=0, spent=1, why="AllPodsRun")),
         (all_end(0), See("Succeeded")),
     ),
@@ -295,7 +299,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         FOUR_STARTED,
         (runs, See("Running", FOUR)),
         (ends(2, 1), See("Restarting", FOUR, attempt=0, spent=1)),
-        (ends(1, 1, Outcome.LOST_PEERS), See("Restarting", FOUR, attempt=0, spent=1)),
+        (ends(1, 1, PodOutcome.LOST_PEERS), See("Restarting", FOUR, attempt=0, spent=1)),
         (runs, See("Running", FOUR, attempt=0, spent=1)),
         **MANY,
     ),
@@ -304,7 +308,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         FOUR_STARTED,
         (runs, See("Running", FOUR)),
         (ends(2, 1), See("Restarting", FOUR, attempt=0, spent=1)),
-        (ends(0, 1, Outcome.LOST_PEERS), See("Restarting", "1-0 1-1 1-2 1-3", attempt=1, spent=1)),
+        (ends(0, 1, PodOutcome.LOST_PEERS), See("Restarting", "1-0 1-1 1-2 1-3", attempt=1, spent=1)),
         (runs, See("Running", attempt=1, spent=1)),
         **MANY,
     ),
@@ -385,7 +389,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         STARTED,
         RUNNING,
         (
-            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            ends(1, ExitCode.BAD_CONFIGURATION, PodOutcome.BAD_CONFIGURATION),
             See("Failed", "0-1", why="BadConfiguration", spent=0, failure="BadConfiguration", says="its last line"),
         ),
     ),
@@ -395,7 +399,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         RUNNING,
         (says(15, saved=12), See("Running")),
         (
-            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            ends(1, ExitCode.BAD_CONFIGURATION, PodOutcome.BAD_CONFIGURATION),
             See("Failed", says=f"step 12 is saved, or a later one, {GOES_ON}; job-storage is deleted with this job"),
         ),
     ),
@@ -405,7 +409,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         RUNNING,
         (says(15, saved=12), See("Running")),
         (
-            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            ends(1, ExitCode.BAD_CONFIGURATION, PodOutcome.BAD_CONFIGURATION),
             # What is said next is another condition's: nothing of a claim that is deleted.
             See(
                 "Failed",
@@ -432,7 +436,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a gang that saved and stopped is not counted",
         STARTED,
         RUNNING,
-        (all_end(143, Outcome.PREEMPTED), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1)),
+        (all_end(143, PodOutcome.PREEMPTED), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1)),
         lifecycle={"backoffLimit": 0},
     ),
     scenario(
@@ -520,8 +524,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         FOUR_STARTED,
         (runs, See("Running", FOUR)),
         (says(5), See("Running", FOUR, spent=0)),
-        (both(silent(0), waits(20), ends(1, 1, Outcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
-        (both(waits(5), ends(2, 1, Outcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
+        (both(silent(0), waits(20), ends(1, 1, PodOutcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
+        (both(waits(5), ends(2, 1, PodOutcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
         (waits(40), See("Running", FOUR, spent=0, why="LostPeers")),
         (waits(30), See("Restarting", FOUR, attempt=0, spent=1, failure="LostPeers", says="its last line")),
         **MANY,
@@ -531,7 +535,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         STARTED,
         RUNNING,
         (says(5), See("Running", BOTH, spent=0)),
-        (ends(1, 1, Outcome.LOST_PEERS), See("Restarting", BOTH, attempt=0, spent=1, failure="LostPeers")),
+        (ends(1, 1, PodOutcome.LOST_PEERS), See("Restarting", BOTH, attempt=0, spent=1, failure="LostPeers")),
     ),
     scenario(
         "a peer whose node has another time is charged at once",
@@ -539,7 +543,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         RUNNING,
         (says(5), See("Running", BOTH, spent=0)),
         (
-            both(silent(0), waits(3600), ends(1, 1, Outcome.LOST_PEERS), waits(-3600)),
+            both(silent(0), waits(3600), ends(1, 1, PodOutcome.LOST_PEERS), waits(-3600)),
             See("Restarting", BOTH, attempt=0, spent=1, failure="LostPeers"),
         ),
     ),
@@ -626,7 +630,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         RUNNING,
         (says(5), See("Running", spent=0)),
         (
-            says(8, restarts=1, fault=RankFault(outcome=Outcome.HUNG, message="rank 1 silent", rank=1)),
+            says(8, restarts=1, fault=RankFault(outcome=PodOutcome.HUNG, message="rank 1 silent", rank=1)),
             See("Running", BOTH, spent=1, failure="Hung", says="rank 1 silent"),
         ),
     ),
@@ -636,7 +640,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         RUNNING,
         (says(5), See("Running", spent=0)),
         (
-            all_end(0, Outcome.COMPLETED, restarts=1, fault=KILLED),
+            all_end(0, PodOutcome.COMPLETED, restarts=1, fault=KILLED),
             See("Succeeded", failure="RankFailed", says="rank 1 was killed"),
         ),
     ),
@@ -647,7 +651,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (ends(1, 137), See("Restarting", BOTH, attempt=0, spent=1, failure="PodFailed", says="exit code 137")),
         (runs, See("Running", BOTH, attempt=0, spent=1)),
         (
-            all_end(0, Outcome.COMPLETED, restarts=1, fault=KILLED),
+            all_end(0, PodOutcome.COMPLETED, restarts=1, fault=KILLED),
             See("Succeeded", failure="PodFailed", says="exit code 137"),
         ),
     ),
@@ -828,8 +832,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a lost engine is replaced alone",
         (nothing, See("Pending", BOTH, "0-0 0-1")),
         (both(runs, waits(60)), See("Running", BOTH, "0-0 0-1")),
-        (evicted(1, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
-        (pod_deleted(0, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
+        (evicted(1, PodRole.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
+        (pod_deleted(0, PodRole.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
         **GRPO,
     ),
     scenario(

@@ -43,7 +43,7 @@ class Requests:
 
     seen: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def requested(self, verb: str, resource: str, code: str, _seconds: float) -> None:
+    def count_request(self, verb: str, resource: str, code: str, _seconds: float) -> None:
         self.seen.append((verb, resource, code))
 
 

@@ -16,7 +16,7 @@ from benchmarks.contest.costs import Costs, costs
 from benchmarks.contest.histograms import Histogram
 from cluster.control_plane.components import Component
 from cluster.control_plane.plane import ControlPlane
-from moejob_operator.kube_api.api_client import ApiClient, configuration
+from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 
 _AT_ONCE = 16
 _POLL_SECONDS = 0.02
@@ -66,7 +66,7 @@ class Burst:
 
 
 class _Uncounted:
-    def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
+    def count_request(self, verb: str, resource: str, code: str, seconds: float) -> None:
         """Return what the benchmark itself asks is no result."""
 
 
@@ -97,12 +97,14 @@ class Arena:
         """Change what no contender reads, of this many jobs in turn, and see how long each look takes."""
         before = contender.looks()
         names = [
-            job["metadata"]["name"] async for page in self.api.pages(contender.collection, {}) for job in page.items
+            job["metadata"]["name"]
+            async for page in self.api.list_pages(contender.collection, {})
+            for job in page.items
         ]
         with self._told(contender) as story:
             for name in names[:count]:
                 about = {"metadata": {"annotations": {"seen": str(time.time())}}}
-                await self.api.merge(f"{contender.collection}/{name}", about)
+                await self.api.patch(f"{contender.collection}/{name}", about)
             await self.until_quiet(story)
         return contender.looks().since(before)
 
@@ -128,7 +130,7 @@ class Arena:
     async def pods(self, contender: Contender) -> frozenset[str]:
         """UID/name of each pod that there is."""
         path = f"/api/v1/namespaces/{contender.namespace}/pods"
-        about = [pod["metadata"] async for page in self.api.pages(path, {}) for pod in page.items]
+        about = [pod["metadata"] async for page in self.api.list_pages(path, {}) for pod in page.items]
         return frozenset(f"{pod['uid']}/{pod['name']}" for pod in about)
 
     async def until_running(self, contender: Contender, story: Story, pods: int) -> None:
@@ -186,7 +188,7 @@ class Arena:
 async def arena(plane: ControlPlane) -> AsyncIterator[Arena]:
     """On a plane where pods are placed as they are created."""
     plane.kubectl("apply", "--server-side", "-f", Path(__file__).parent / "placed.yaml")
-    api = ApiClient(await configuration(plane.kubeconfig), _Uncounted(), concurrency=_AT_ONCE, seconds=60.0)
+    api = ApiClient(await load_configuration(plane.kubeconfig), _Uncounted(), concurrency=_AT_ONCE, seconds=60.0)
     try:
         yield Arena(plane, api, Tail(plane.audit_log))
     finally:

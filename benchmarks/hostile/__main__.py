@@ -38,7 +38,7 @@ from benchmarks.hostile.probe import Measured
 from benchmarks.hostile.reviews import HostileReview, quantile, request, seconds_of, worst_reviews
 from benchmarks.record import Better, Result, record
 from moejob_api.contract.pods import HttpPath
-from moejob_operator.admission.certificates import hosts_of
+from moejob_operator.admission.certificates import service_hosts
 from moejob_operator.admission.server import VALUES
 
 BENCH = "hostile"
@@ -163,7 +163,7 @@ async def _attacks_on_webhook(
     for case in webhook_cases(genes):
         with served(*OPERATOR, "webhook", authority) as listener:
             trust = ssl.create_default_context(cafile=authority)
-            name = hosts_of("moejob-webhook", "moejob-system")[0]
+            name = service_hosts("moejob-webhook", "moejob-system")[0]
             target = Target(listener.port, trust, name)
             measured = await _measured(listener, target, case, honest_review(), seconds)
             results += _results(f"webhook: {case.name}", measured, target.honest, is_operators=True)

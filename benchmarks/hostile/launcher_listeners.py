@@ -17,8 +17,8 @@ from benchmarks.hostile.probe import GapProbe, serve_until_told
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunProgress
 from moejob_trainer.launcher.http_server import ProgressServer
-from moejob_trainer.launcher.store import Entries, LostPeers, Store, StoreServer
-from moejob_trainer.runtime.channel import LoopThread, attempt_key, listener
+from moejob_trainer.launcher.store import LauncherStore, LostPeers, StoreEntries, StoreServer
+from moejob_trainer.runtime.channel import LoopThread, attempt_key, open_listening_socket
 
 RANKS = tuple(ReportedHeartbeat(rank=rank, pid=rank + 2, step=1, age_seconds=0.5) for rank in range(8))
 PROGRESS = PodProgress(attempt=0, index=0, ready=True, ranks=RANKS, run=RunProgress(step=1, total_steps=100))
@@ -27,9 +27,9 @@ PROGRESS = PodProgress(attempt=0, index=0, ready=True, ranks=RANKS, run=RunProgr
 @contextmanager
 def store(probe: GapProbe, secret: str) -> Iterator[int]:
     """Serve the rendezvous: its gap is that of the loop in which connections are answered."""
-    loop, server = LoopThread(), StoreServer(Entries(), key_of(secret))
-    on = listener(LOOPBACK, 0)
-    loop.run(server.listen(on), 20)
+    loop, server = LoopThread(), StoreServer(StoreEntries(), key_of(secret))
+    on = open_listening_socket(LOOPBACK, 0)
+    loop.run(server.serve_on(on), 20)
     watched = threading.Thread(target=_watch, args=(loop, probe), daemon=True)
     watched.start()
     yield int(on.getsockname()[1])
@@ -79,7 +79,7 @@ class HonestLauncher:
 
     def _is_answered(self) -> bool:
         with suppress(LostPeers):
-            return Store.joined(LOOPBACK, self._port, self._key).count("answers") > 0
+            return LauncherStore.join_store(LOOPBACK, self._port, self._key).add_to_counter("answers") > 0
         return False
 
 

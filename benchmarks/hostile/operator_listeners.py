@@ -19,18 +19,18 @@ from benchmarks.hostile.probe import GapProbe, serve_until_told
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.rules.limits import DEFAULT_LIMITS
 from moejob_operator.admission import review
-from moejob_operator.admission.certificates import hosts_of, load, made, utc_now
+from moejob_operator.admission.certificates import load_pair, make_pair, service_hosts, utc_now
 from moejob_operator.admission.server import AdmissionServer
 from moejob_operator.handlers import validate
-from moejob_operator.kube_api.pod_client import Mute, PodClient
+from moejob_operator.kube_api.pod_client import MutePod, PodClient
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import REVIEWERS
-from moejob_operator.runtime.kopf_settings import configure
+from moejob_operator.runtime.kopf_settings import configure_kopf
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.process import keep_loop_prompt
 from stand_in_api import listed, stand_in
 
-HOSTS = hosts_of("moejob-webhook", "moejob-system")
+HOSTS = service_hosts("moejob-webhook", "moejob-system")
 # Pods of a job that are asked at once.
 _PODS = 64
 _SECONDS = 5.0
@@ -40,15 +40,15 @@ _SECONDS = 5.0
 async def webhook(authority: str) -> AsyncIterator[int]:
     """Run kopf with our admission server before a stand-in of the API; the authority to trust goes into that file."""
     context, certified, registry = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), asyncio.Event(), kopf.OperatorRegistry()
-    pair = made(HOSTS, utc_now())
-    load(context, pair)
+    pair = make_pair(HOSTS, utc_now())
+    load_pair(context, pair)
     await asyncio.to_thread(Path(authority).write_bytes, pair.authority)
     certified.set()
     server = AdmissionServer(context, certified, 0, Metrics(), host="127.0.0.1")
     settings = kopf.OperatorSettings()
     async with AsyncExitStack() as stack:
         reviewers = stack.enter_context(ThreadPoolExecutor(REVIEWERS))
-        configure(settings, reviewers, server)
+        configure_kopf(settings, reviewers, server)
         kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER, registry=registry)(validate)
         api, _ = await stack.enter_async_context(stand_in())
         api.serve_jobs()
@@ -73,7 +73,7 @@ async def webhook(authority: str) -> AsyncIterator[int]:
 @asynccontextmanager
 async def metrics(_: str) -> AsyncIterator[int]:
     """Serve /metrics and the probes."""
-    async with health.served(health.answers(Metrics(), dict, dict), 0, "127.0.0.1") as port:
+    async with health.serve_health(health.health_handler(Metrics(), dict, dict), 0, "127.0.0.1") as port:
         yield port
 
 
@@ -85,8 +85,8 @@ async def pods(port: str) -> AsyncIterator[int]:
     async def ask() -> None:
         while True:
             try:
-                await client.progress("127.0.0.1")
-            except Mute:
+                await client.get_progress("127.0.0.1")
+            except MutePod:
                 await asyncio.sleep(0.01)
 
     asking = [asyncio.create_task(ask()) for _ in range(_PODS)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from moejob_operator.admission.review import reviewed
+from moejob_operator.admission.review import review_job
 
 # Numbers with more divisors than any before them, beside ordinary ones.
 _SIZES = (1, 2, 3, 4, 7, 8, 12, 24, 48, 60, 120, 128, 240, 256, 360, 512, 720, 840, 1260, 1680, 2520, 5040, 10_080)
@@ -123,7 +123,7 @@ def job(genes: Drawn) -> dict[str, Any]:
 def answer(review: Mapping[str, Any]) -> bool:
     """Answer a review as the webhook does, without its transport; whether the job is allowed."""
     asked = review["request"]
-    return not reviewed(asked["operation"], asked["oldObject"], asked["object"]).problems
+    return not review_job(asked["operation"], asked["oldObject"], asked["object"]).problems
 
 
 def seconds_of(review: Mapping[str, Any]) -> float:

@@ -28,13 +28,13 @@ from benchmarks.rollout.models import write_model
 from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract.pods import weights_key
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import SyncReport, Tokens
-from moejob_trainer.rollouts.publisher import Publisher, Transport, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
-from moejob_trainer.rollouts.transports.buckets import Ranks
+from moejob_trainer.rollouts.publisher import EngineTransport, ProbeTerms, Publisher
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group
+from moejob_trainer.rollouts.transports.buckets import BucketRanks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
 GROUPS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 32
@@ -110,21 +110,23 @@ def _served(
         engine.kill()
 
 
-def _transport(sync: str, folder: Path) -> Transport:
+def _transport(sync: str, folder: Path) -> EngineTransport:
     if sync == "Disk":
         return DiskTransport(folder / "weights", None, LIMITS.start_seconds)
-    alone = Ranks(None, None, torch.device("cpu"))
-    return BroadcastTransport(alone, EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, gloo, LIMITS.start_seconds))
+    alone = BucketRanks(None, None, torch.device("cpu"))
+    return BroadcastTransport(
+        alone, EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, make_gloo_group, LIMITS.start_seconds)
+    )
 
 
 def _through(
-    url: str, model: PreTrainedModel, transport: Transport, alone: Alone | None
+    url: str, model: PreTrainedModel, transport: EngineTransport, alone: Alone | None
 ) -> tuple[list[tuple[float, float]], list[SyncReport]]:
-    fleet = Fleet([url], Connection(SECRET), LIMITS)
+    fleet = EngineFleet([url], EngineConnection(SECRET), LIMITS)
     text = np.arange(48, dtype=np.int32) * 7919 % model.config.vocab_size
-    trial = Trial(text, lambda tokens: _log_probabilities(model, tokens), lambda: 1e-3)
+    trial = ProbeTerms(text, lambda tokens: _log_probabilities(model, tokens), lambda: 1e-3)
     weights = _tensors(model)
-    with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
+    with closing(Publisher(fleet=fleet, world=None, transport=transport, probe_terms=trial)) as publisher:
         reports = [publisher.publish(version, iter(weights.items())) for version in range(SYNCS)]
         generator = FleetGenerator(fleet)
         if alone is None:

@@ -25,16 +25,16 @@ import torch
 from benchmarks.rollout.sides import MEMBERS, Alone, our_rate, unknown
 from builders import spec
 from engines import SECRET, Engine
-from moejob_api.hardware import hardware
-from moejob_api.layout.sizes import layout
+from moejob_api.hardware import job_hardware
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.planner.cost import Spent, step_cost
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_api.planner.cost import TimeUse, step_cost
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Tokens
-from moejob_trainer.rollouts.publisher import Publisher, Trial
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
 PROMPT_TOKENS, ANSWER_TOKENS, MAX_LENGTH = 128, 256, 512
@@ -73,8 +73,8 @@ class _Case:
     def planned(self, at_once: int) -> float:
         """Return the tokens a second that the planner expects."""
         job = spec(**self.sections(at_once))
-        cost = step_cost(job, shape_of(self.config), layout(job.parallelism, 8), hardware(job.resources))
-        (seconds,) = (part.seconds for part in cost.parts if part.name is Spent.GENERATION)
+        cost = step_cost(job, shape_of(self.config), derive_layout(job.parallelism, 8), job_hardware(job.resources))
+        (seconds,) = (part.seconds for part in cost.parts if part.name is TimeUse.GENERATION)
         return at_once * ANSWER_TOKENS / seconds
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("/tmp/moejob-generation"))
     given = parser.parse_args()
-    config = dict(catalog.config(given.model) or {})
+    config = dict(catalog.find_config(given.model) or {})
     if given.layers:
         config["num_hidden_layers"] = given.layers
     gpu_type = "H200" if "H200" in torch.cuda.get_device_name() else "H100"
@@ -122,11 +122,11 @@ def _ours(case: _Case, counts: Sequence[int]) -> Iterator[tuple[int, list[float]
     engine = Engine(case.folder, case.folder / "engine.log", **case.sections())
     try:
         engine.ready()
-        fleet = Fleet([engine.url], Connection(SECRET), LIMITS)
+        fleet = EngineFleet([engine.url], EngineConnection(SECRET), LIMITS)
         text = np.arange(48, dtype=np.int32) * 7919 % int(case.config["vocab_size"])
-        trial = Trial(text, unknown, lambda: float("inf"))
+        trial = ProbeTerms(text, unknown, lambda: float("inf"))
         transport = DiskTransport(case.folder / "weights", None, LIMITS.start_seconds)
-        with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
+        with closing(Publisher(fleet=fleet, world=None, transport=transport, probe_terms=trial)) as publisher:
             # Answers are of weights that were published; one tensor is enough for a name.
             one = torch.ones(int(case.config["hidden_size"]), dtype=torch.bfloat16)
             publisher.publish(0, iter([("model.norm.weight", one)]))

@@ -12,7 +12,7 @@ from moejob_trainer.data import tiny
 
 def write_model(folder: Path, dtype: torch.dtype, device: str = "cpu", **sizes: int) -> PreTrainedModel:
     """Make a model of these sizes and write it; the same weights each time."""
-    tokenizer = tiny.tokenizer()
+    tokenizer = tiny.build_tokenizer()
     config = AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=512,

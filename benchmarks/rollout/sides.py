@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.rollout.alone import MARK
 from engines import PYTHON, ROOT
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Floats, Request, Sampling, Tokens
+from moejob_trainer.rollouts.interface import Floats, GenerationRequest, SamplingParams, Tokens
 
 # Answers to each prompt.
 MEMBERS = 8
@@ -23,9 +23,9 @@ MEMBERS = 8
 
 async def our_rate(generator: FleetGenerator, number: int, prompts: Sequence[Tokens], answer_tokens: int) -> float:
     """Return the tokens a second of one round of answers to these prompts; `number` is the round's."""
-    sampling = Sampling(1.0, 1.0, answer_tokens, ())
+    sampling = SamplingParams(1.0, 1.0, answer_tokens, ())
     requests = [
-        Request(1000 * number + group, member, prompt, 1000 * number + MEMBERS * group + member)
+        GenerationRequest(1000 * number + group, member, prompt, 1000 * number + MEMBERS * group + member)
         for group, prompt in enumerate(prompts)
         for member in range(MEMBERS)
     ]

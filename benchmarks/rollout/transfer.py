@@ -26,15 +26,15 @@ from benchmarks.rollout.sides import unknown
 from engines import SECRET, Engine
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.tensor_table import Stacking
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
-from moejob_trainer.rollouts.publisher import Publisher, Trial
-from moejob_trainer.rollouts.transports.buckets import Ranks, parts
-from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
+from moejob_trainer.conversion.tensor_table import ExpertStacking
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
+from moejob_trainer.rollouts.transports.buckets import BucketRanks, pack_buckets
+from moejob_trainer.rollouts.transports.ipc import IpcTransport, export_ipc_handle
 
 LIMITS = FleetLimits(start_seconds=400)
 ROUNDS = 3
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="the engine's part of the GPU's memory")
     parser.add_argument("--out", type=Path, default=Path("/tmp/moejob-transfer"))
     given = parser.parse_args()
-    config = dict(catalog.config(given.model) or {}) | {"num_hidden_layers": given.layers}
+    config = dict(catalog.find_config(given.model) or {}) | {"num_hidden_layers": given.layers}
     folder = given.out / "run"
     (folder / "engine-model").mkdir(parents=True)
     (folder / "engine-model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -96,23 +96,23 @@ class _Weights:
         torch.manual_seed(1)
         self._state = {
             parameter.name: torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-            for parameter in table(self.shape).parameters
+            for parameter in build_tensor_table(self.shape).parameters
         }
 
     def named(self, stack: int) -> Iterator[tuple[str, Tensor]]:
         """Yield them for engines."""
-        stacking = Stacking(1, stack) if stack else None
-        return hugging_face_tensors(self._state, table(self.shape, stacking), ModelGroups())
+        stacking = ExpertStacking(1, stack) if stack else None
+        return hugging_face_tensors(self._state, build_tensor_table(self.shape, stacking), ModelGroups())
 
 
 def _measured(url: str, weights: _Weights) -> None:
     device = torch.device("cuda", 0)
     for way in WAYS:
-        fleet = Fleet([url], Connection(SECRET), LIMITS)
+        fleet = EngineFleet([url], EngineConnection(SECRET), LIMITS)
         text = np.arange(48, dtype=np.int32) * 7919 % weights.shape.vocabulary
-        trial = Trial(text, unknown, lambda: float("inf"))
-        transport = IpcTransport(Ranks(None, None, device), export, LIMITS.start_seconds, way.bucket)
-        with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
+        trial = ProbeTerms(text, unknown, lambda: float("inf"))
+        transport = IpcTransport(BucketRanks(None, None, device), export_ipc_handle, LIMITS.start_seconds, way.bucket)
+        with closing(Publisher(fleet=fleet, world=None, transport=transport, probe_terms=trial)) as publisher:
             reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
         alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
         _say(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
@@ -121,7 +121,7 @@ def _measured(url: str, weights: _Weights) -> None:
 def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
     """Return the seconds in which the trainer fills buckets that no engine reads."""
     begun = time.monotonic()
-    for _ in parts(weights.named(way.stack), way.bucket, device):
+    for _ in pack_buckets(weights.named(way.stack), way.bucket, device):
         torch.cuda.synchronize()
     return time.monotonic() - begun
 

@@ -63,8 +63,8 @@ def _write_shape(folder: Path, name: str, layers: int | None) -> Path:
     """Write a config and a tokenizer without weights: the trainer makes those at random."""
     from moejob_trainer.data import tiny  # noqa: PLC0415  # the parser's help needs no torch
 
-    config = dict(catalog.config(name) or {})
-    tokenizer = tiny.tokenizer()
+    config = dict(catalog.find_config(name) or {})
+    tokenizer = tiny.build_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {} if layers is None else {"num_hidden_layers": layers}

@@ -20,15 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.record import Better, Result, record
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout as layout_of
-from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_api.layout.sizes import derive_layout as layout_of
+from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
-from moejob_trainer.megatron.weights import initialise
-from moejob_trainer.model.architecture import architecture
-from moejob_trainer.model.parameters import parameters
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
+from moejob_trainer.megatron.weights import initialise_weights
+from moejob_trainer.model.architecture import read_architecture
+from moejob_trainer.model.parameters import model_parameters
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs
@@ -95,21 +95,21 @@ def _ours() -> Step:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
     dist.init_process_group(cpu_backend())
     use_cpu()
-    model = architecture(CONFIG)
+    model = read_architecture(CONFIG)
     spec = _spec()
     sizes = layout_of(spec.parallelism, 8)
     groups = start_groups(sizes, spec.moe.dispatcher)
     device = torch.device("cpu")
-    stages = built(model, spec, sizes, groups, device)
-    initialise(stages, parameters(model.shape), groups, seed=1)
-    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-4)
+    stages = build_stages(model, spec, sizes, groups, device)
+    initialise_weights(stages, model_parameters(model.shape), groups, seed=1)
+    engine = MegatronTrainingEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-4)
 
     def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
 
     def step(batch: Batch) -> None:
         documents = [Document(tokens, np.ones(len(tokens), np.float32), n) for n, tokens in enumerate(batch)]
-        engine.update(global_batch(documents, batch_plan(spec, sizes, 0))[0], loss)
+        engine.update(build_global_batch(documents, batch_plan(spec, sizes, 0))[0], loss)
 
     return step
 

@@ -17,8 +17,8 @@ from moejob_trainer.data import tiny
 from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
-from moejob_trainer.data.prefetch import Prefetched
-from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.data.prefetch import PrefetchIterator
+from moejob_trainer.data.preparation import EncodingRecipe, prepare_datasets
 from moejob_trainer.data.stream import BatchShare, BatchSize, TrainingData
 
 CHATS = 20_000
@@ -34,14 +34,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         source = Dataset(source=str(written(path / "chats.jsonl")), format=DataFormat.CHAT)
-        recipe = Recipe(Model(source=tiny.TOKENIZER), Data(train=(source,), max_length=MAX_LENGTH))
+        recipe = EncodingRecipe(Model(source=tiny.TOKENIZER), Data(train=(source,), max_length=MAX_LENGTH))
         corpora = [tokenized(recipe, path / str(workers), workers) for workers in sorted({1, os.cpu_count() or 1})]
         print(f"draw, pack, assemble:  {assembling(corpora[:1], recipe):12,.0f} tokens/s of the global batch")
 
 
 def written(path: Path) -> Path:
     """Long conversations made of the tiny ones: of 30 to about 3,000 tokens."""
-    pool = [fields["messages"] for fields in tiny.chats("train")]
+    pool = [fields["messages"] for fields in tiny.chat_records("train")]
     with path.open("w") as lines:
         for number in range(CHATS):
             turns = (pool[(number * 31 + turn) % len(pool)] for turn in range(1 + number * 7919 % 100 // 4))
@@ -50,20 +50,20 @@ def written(path: Path) -> Path:
     return path
 
 
-def tokenized(recipe: Recipe, folder: Path, workers: int) -> Corpus:
+def tokenized(recipe: EncodingRecipe, folder: Path, workers: int) -> Corpus:
     """The data, and a line about how fast it was made; the start of the processes counts."""
     started = time.perf_counter()
-    [prepared] = prepare(recipe.data.train, recipe, folder, workers)
+    [prepared] = prepare_datasets(recipe.data.train, recipe, folder, workers)
     corpus = Corpus(prepared)
     speed = corpus.report.tokens / (time.perf_counter() - started)
     print(f"tokenize, {workers} processes: {speed:12,.0f} tokens/s")
     return corpus
 
 
-def assembling(corpora: list[Corpus], recipe: Recipe) -> float:
+def assembling(corpora: list[Corpus], recipe: EncodingRecipe) -> float:
     """Tokens of global batches a second, as one rank gets them through a prefetching thread."""
     training = TrainingData(corpora, blended_dataset(corpora, recipe.data), SIZE)
-    with Prefetched(training.batches(SHARE)) as batches:
+    with PrefetchIterator(training.global_batches(SHARE)) as batches:
         next(batches)
         started = time.perf_counter()
         tokens = sum(batch.tokens for batch in islice(batches, STEPS))

@@ -21,17 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.shape import ModelShape
-from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
-from moejob_trainer.megatron.weights import initialise
-from moejob_trainer.model.architecture import Architecture, architecture
-from moejob_trainer.model.parameters import parameters
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
+from moejob_trainer.megatron.weights import initialise_weights
+from moejob_trainer.model.architecture import Architecture, read_architecture
+from moejob_trainer.model.parameters import model_parameters
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.runtime.cpu_backend import cpu_backend
@@ -43,7 +43,7 @@ from moejob_trainer.training.micro_batch import ROUTING
 class Started:
     """The engine of one rank and what it was made of."""
 
-    engine: MegatronEngine
+    engine: MegatronTrainingEngine
     model: Architecture
     spec: Spec
     sizes: Layout
@@ -67,7 +67,7 @@ class Started:
 
     def micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
         """This rank's micro batches of a global batch."""
-        return global_batch(documents, batch_plan(self.spec, self.sizes, 0))[self.groups.data.rank]
+        return build_global_batch(documents, batch_plan(self.spec, self.sizes, 0))[self.groups.data.rank]
 
 
 def balanced_routing(shape: ModelShape, length: int, random: np.random.Generator) -> npt.NDArray[np.int16]:
@@ -106,17 +106,17 @@ def started(
 ) -> Started:
     """The engine of a job for a model with this config.json; `rate` returns the learning rate of a step."""
     reached = print_nothing if beginning is None else beginning.reached
-    model, sizes = architecture(config), layout_of(spec.parallelism, 8)
+    model, sizes = read_architecture(config), layout_of(spec.parallelism, 8)
     groups = start_groups(sizes, spec.moe.dispatcher)
-    stages = built(model, spec, sizes, groups, device)
+    stages = build_stages(model, spec, sizes, groups, device)
     reached("stages built")
     if beginning is not None:
-        initialise(stages, parameters(model.shape), groups, seed=1, device=device)
+        initialise_weights(stages, model_parameters(model.shape), groups, seed=1, device=device)
     else:
         _fill(stages)
     synchronize(device)
     reached("weights set")
-    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), rate)
+    engine = MegatronTrainingEngine(model, spec, stages, TrainingPlacement(groups, device), rate)
     synchronize(device)
     reached("engine built")
     return Started(engine, model, spec, sizes, groups)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from moejob_trainer.distributed.collectives import all_to_all
 from moejob_trainer.distributed.groups import Group, Groups
-from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, map_peer_memory
 from moejob_trainer.layers.peer_rows import sum_rows, write_rows
-from moejob_trainer.layers.permutation import Permutation, combined, permuted
-from moejob_trainer.model.dispatch import ExpertHolders, TokenDispatch, combine, dispatch
+from moejob_trainer.layers.permutation import Permutation, combine_rows, permute_tokens
+from moejob_trainer.model.dispatch import ExpertHolders, TokenDispatch, combine_outputs, dispatch_tokens
 from moejob_trainer.model.peer_exchange import PeerRoute
 
 WARM, REPEATS = 5, 30
@@ -66,7 +66,7 @@ def main() -> None:
             json.dumps(
                 {
                     "case": vars(chosen) | {"gpus": dist.get_world_size()},
-                    "rows": {"sent": sum(layer.by_nccl.sent_to_ranks.sizes.sent), "ofExperts": layer.order.rows},
+                    "rows": {"sent": sum(layer.by_nccl.sent_to_ranks.sizes.sent), "ofExperts": layer.order.row_count},
                     "milliseconds": milliseconds,
                     "equal": equal,
                     "torch": torch.__version__,
@@ -80,7 +80,7 @@ def main() -> None:
 def _groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     # Room for the worst routing.
-    memory = peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device, FOR_TOKENS)
+    memory = map_peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device, FOR_TOKENS)
     if memory is None:
         raise SystemExit("these GPUs do not reach each other's memory, the log says why: there is nothing to measure")
     return Groups(expert=group, expert_memory=memory)
@@ -91,36 +91,36 @@ def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> 
     x = torch.randn(chosen.tokens, chosen.width, device=device, dtype=torch.bfloat16)
     probabilities, choices = torch.rand(chosen.tokens, chosen.experts, device=device).topk(chosen.choices)
     holders = ExpertHolders(groups, chosen.experts // groups.expert.size)
-    by_memory = dispatch(x, choices, probabilities, holders)
-    by_nccl = dispatch(x, choices, probabilities, replace(holders, groups=replace(groups, expert_memory=None)))
-    order = Permutation.of(by_nccl.chosen, holders.experts, by_nccl.choices)
-    return Layer(x, groups, by_nccl, by_memory, order, permuted(by_nccl.rows, order))
+    by_memory = dispatch_tokens(x, choices, probabilities, holders)
+    by_nccl = dispatch_tokens(x, choices, probabilities, replace(holders, groups=replace(groups, expert_memory=None)))
+    order = Permutation.from_choices(by_nccl.chosen, holders.experts, by_nccl.choice_count)
+    return Layer(x, groups, by_nccl, by_memory, order, permute_tokens(by_nccl.rows, order))
 
 
 def _works(layer: Layer) -> Mapping[str, Work]:
     sizes, group, sent = layer.by_nccl.sent_to_ranks.sizes, layer.groups.expert, layer.by_nccl.sent_to_ranks.permutation
-    rows, arrived = permuted(layer.x, sent), layer.by_nccl.rows
-    route, shares = layer.route, layer.route.memory.as_rows(layer.x.shape[1], layer.x.dtype)
+    rows, arrived = permute_tokens(layer.x, sent), layer.by_nccl.rows
+    route, shares = layer.route, layer.route.memory.view_as_rows(layer.x.shape[1], layer.x.dtype)
     return {
-        "gather for the all-to-all": lambda: permuted(layer.x, sent),
+        "gather for the all-to-all": lambda: permute_tokens(layer.x, sent),
         "all-to-all out": lambda: all_to_all(rows, sizes.sent, sizes.received, group),
         "all-to-all back": lambda: all_to_all(arrived, sizes.received, sizes.sent, group),
-        "sum behind the all-to-all": lambda: combined(rows, sent),
-        "rows into the order of experts": lambda: permuted(arrived, layer.order),
-        "sums of the rows of experts": lambda: combined(layer.y, layer.order),
+        "sum behind the all-to-all": lambda: combine_rows(rows, sent),
+        "rows into the order of experts": lambda: permute_tokens(arrived, layer.order),
+        "sums of the rows of experts": lambda: combine_rows(layer.y, layer.order),
         "rows written to peers": lambda: write_rows(layer.x, route.places, shares, route.memory.addresses),
         "rows of peers summed": lambda: sum_rows(route.places, shares, route.memory.addresses),
         "barrier": route.memory.barrier,
         "out by all-to-all": lambda: _out_by_nccl(layer),
-        "out by memory": lambda: layer.by_memory.fetch(layer.x, layer.order),
-        "back by all-to-all": lambda: combine(layer.y, layer.by_nccl, layer.order),
-        "back by memory": lambda: combine(layer.y, layer.by_memory, layer.order),
+        "out by memory": lambda: layer.by_memory.fetch_rows(layer.x, layer.order),
+        "back by all-to-all": lambda: combine_outputs(layer.y, layer.by_nccl, layer.order),
+        "back by memory": lambda: combine_outputs(layer.y, layer.by_memory, layer.order),
     }
 
 
 def _out_by_nccl(layer: Layer) -> Tensor:
     sent = layer.by_nccl.sent_to_ranks
-    return permuted(sent.exchanged(permuted(layer.x, sent.permutation)), layer.order)
+    return permute_tokens(sent.exchange_rows(permute_tokens(layer.x, sent.permutation)), layer.order)
 
 
 def _milliseconds(works: Mapping[str, Work]) -> dict[str, float]:
@@ -145,8 +145,8 @@ def _timed(work: Work) -> float:
 
 def _equal(layer: Layer) -> dict[str, bool]:
     pairs = {
-        "out": (_out_by_nccl(layer), layer.by_memory.fetch(layer.x, layer.order)),
-        "back": [combine(layer.y, sent, layer.order) for sent in (layer.by_nccl, layer.by_memory)],
+        "out": (_out_by_nccl(layer), layer.by_memory.fetch_rows(layer.x, layer.order)),
+        "back": [combine_outputs(layer.y, sent, layer.order) for sent in (layer.by_nccl, layer.by_memory)],
     }
     mine = torch.tensor([torch.equal(one, other) for one, other in pairs.values()], device="cuda", dtype=torch.int32)
     dist.all_reduce(mine, op=dist.ReduceOp.MIN)

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from benchmarks.trainer.engines import Started, loss, peak_gib, resources, stack, started, synchronize
 from benchmarks.trainer.in_turn import Line, in_turn
-from moejob_api.hardware import hardware
+from moejob_api.hardware import job_hardware
 from moejob_api.job import Spec
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models import catalog
 from moejob_api.planner.cost.estimate import model_flops, step_cost
-from moejob_api.planner.memory import estimate
+from moejob_api.planner.memory import estimate_memory
 from moejob_trainer.layers.kernels import attention
 from moejob_trainer.training import UpdateResult
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 def measured(chosen: argparse.Namespace, device: torch.device) -> Line:
     """Make some steps of a case, and return the line of it."""
-    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
+    config = dict(catalog.find_config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
     begun = time.perf_counter()
     of_rank = started(config, job(chosen, device), device)
     random, seconds, result = np.random.default_rng(1), [], None
@@ -78,8 +78,8 @@ def expected(of_rank: Started) -> dict[str, float]:
     """Return what the planner says of this job: the seconds of a step, and the memory of the fullest GPU."""
     spec, shape, sizes = of_rank.spec, of_rank.model.shape, of_rank.sizes
     return {
-        "expectedSeconds": round(step_cost(spec, shape, sizes, hardware(spec.resources)).seconds, 4),
-        "expectedGiB": round(estimate(spec, shape, sizes).bytes / 2**30, 1),
+        "expectedSeconds": round(step_cost(spec, shape, sizes, job_hardware(spec.resources)).seconds, 4),
+        "expectedGiB": round(estimate_memory(spec, shape, sizes).bytes / 2**30, 1),
     }
 
 
@@ -119,14 +119,14 @@ def attention_here() -> str:
     if not torch.cuda.is_available():
         return "cuDNN"
     head = torch.empty(1, 1, 128, dtype=torch.bfloat16, device="cuda")
-    return "flash-attn-4" if attention.flash_takes(head, head) else "cuDNN"
+    return "flash-attn-4" if attention.can_use_flash(head, head) else "cuDNN"
 
 
 def job(chosen: argparse.Namespace, device: torch.device) -> Spec:
     """Return the job of a case."""
     parallelism = _parallelism(chosen)
     # Of each replica; the options say how many micro batches one of them makes.
-    batch = chosen.micro * chosen.accumulate * layout(Parallelism.model_validate(parallelism), 8).data
+    batch = chosen.micro * chosen.accumulate * derive_layout(Parallelism.model_validate(parallelism), 8).data
     return Spec.model_validate_json(
         json.dumps(
             {

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.trainer.gpu_step import job, measured, parsed_cases, parser
 from benchmarks.trainer.in_turn import Line, in_turn
-from moejob_api.hardware import hardware
-from moejob_api.layout.sizes import layout
+from moejob_api.hardware import job_hardware
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.planner.cost import step_cost
@@ -127,9 +127,9 @@ def _measured(gpus: int, only: Sequence[str] | None, options: str) -> list[Line]
 def _parts(chosen: argparse.Namespace, device: torch.device) -> Mapping[str, float]:
     """Return the seconds that each part of a step is expected to take."""
     spec = job(chosen, device)
-    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
-    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
-    cost = step_cost(spec, shape_of(config, chosen.model), sizes, hardware(spec.resources))
+    config = dict(catalog.find_config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
+    sizes = derive_layout(spec.parallelism, spec.resources.gpus_per_node)
+    cost = step_cost(spec, shape_of(config, chosen.model), sizes, job_hardware(spec.resources))
     return {part.name.value: round(part.seconds, 5) for part in cost.parts}
 
 

@@ -71,7 +71,7 @@ def _name(chosen: argparse.Namespace) -> str:
 
 def _curve(chosen: argparse.Namespace, device: torch.device) -> Line:
     progress = CurveTimer(_name(chosen), is_shown=dist.get_rank() == 0)
-    config = dict(catalog.config(chosen.model) or {})
+    config = dict(catalog.find_config(chosen.model) or {})
     config |= {} if chosen.layers is None else {"num_hidden_layers": chosen.layers}
     of_rank = started(config, _spec(chosen, device), device, _rate, Beginning(progress.reached))
     losses: list[float] = []

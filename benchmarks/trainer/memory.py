@@ -58,7 +58,7 @@ class Run:
     @property
     def whole_config(self) -> dict[str, Any]:
         """The config.json of the model."""
-        return {**(catalog.config(self.model) or {}), **self.config, "num_hidden_layers": self.layers}
+        return {**(catalog.find_config(self.model) or {}), **self.config, "num_hidden_layers": self.layers}
 
     def spec(self) -> Spec:
         """The job."""

@@ -26,7 +26,7 @@ from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.models import catalog
 from moejob_trainer.distributed.groups import ALONE, Groups
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.architecture import read_architecture
 from moejob_trainer.model.layer import moe_settings
 from moejob_trainer.model.linear import TensorShare
 from moejob_trainer.model.moe_layer import MoELayer
@@ -88,7 +88,7 @@ def _transformers_step(chosen: argparse.Namespace, device: torch.device) -> Line
 
 def _mixture(chosen: argparse.Namespace, device: torch.device) -> Line:
     """A layer's router and experts, forward and backward; gradients of experts' weights are added up as in training."""
-    model = architecture(dict(catalog.config(chosen.model) or {}))
+    model = read_architecture(dict(catalog.find_config(chosen.model) or {}))
     shape = model.shape.experts
     if shape is None:
         raise ValueError(f"{chosen.model} has no experts; name a mixture")
@@ -100,8 +100,8 @@ def _mixture(chosen: argparse.Namespace, device: torch.device) -> Line:
         nn.init.normal_(parameter, std=0.02)
     for parameter in layer.experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=getattr(torch, chosen.gradients))  # type: ignore[attr-defined]
-    documents = Documents.of([chosen.length] * chosen.micro)
-    segments = documents.segments().to(device)
+    documents = Documents.from_lengths([chosen.length] * chosen.micro)
+    segments = documents.segment_ids().to(device)
     own = LocalTokens(torch.ones_like(segments, dtype=torch.bool), segments)
     packed = make_packed_batch(documents, model.rotary, None, own)
     seconds = _repeated(layer, lambda x: layer(x, packed), _tokens(chosen, model.shape.hidden, device), device)
@@ -146,7 +146,7 @@ def _repeated(layer: nn.Module, mixed: Callable[[Tensor], Tensor], x: Tensor, de
 
 
 def _config(chosen: argparse.Namespace) -> PretrainedConfig:
-    config: dict[str, Any] = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
+    config: dict[str, Any] = dict(catalog.find_config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
     made: PretrainedConfig = AutoConfig.for_model(**config)
     return made
 

@@ -32,24 +32,24 @@ from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.planner.memory import checkpoint_bytes, export_bytes
-from moejob_trainer.checkpoint_export.run import stored_run
-from moejob_trainer.checkpoint_export.run_export import Wanted, export_model
+from moejob_trainer.checkpoint_export.run import read_stored_run
+from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_whole_model
 from moejob_trainer.checkpoints import (
     CheckpointStore,
     FenceToken,
-    Moment,
-    Pending,
+    PendingWrite,
     RunFolder,
     RunOwner,
-    Saved,
+    SavedCheckpoint,
+    SaveRequest,
     SingleRank,
 )
 from moejob_trainer.checkpoints.adapter_compatibility import adapter_facts
-from moejob_trainer.checkpoints.saving import background
+from moejob_trainer.checkpoints.saving import background_writer
 from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
-from moejob_trainer.model.parameters import parameters
+from moejob_trainer.model.parameters import model_parameters
 from moejob_trainer.runtime.disk import sync_and_forget
 
 WARM_STEPS, USUAL_STEPS = 3, 6
@@ -82,9 +82,9 @@ class BenchWriter:
     state: StateFiles
     spec: Spec
 
-    def begin(self, folder: Path) -> Pending:
+    def start_writing(self, folder: Path) -> PendingWrite:
         """Begin to write."""
-        pending = self.state.begin(folder)
+        pending = self.state.start_writing(folder)
         facts = adapter_facts(self.spec, has_weights=False).model_dump(mode="json", by_alias=True)
         (folder / "run-state.json").write_text(json.dumps({"counters": self.state.counters(), "adapted": facts}))
         return pending
@@ -116,13 +116,13 @@ def _measure(chosen: argparse.Namespace, layers: int, folder: Path, device: torc
     for files in (1, 4):
         report.add(f"disk, {files} files", **disk_speed(folder, int(chosen.probe_gb * GIGA), files).as_fields())
     of_rank = started(config, spec, device)
-    state = StateFiles(of_rank.engine, parameters(of_rank.model.shape), background())
+    state = StateFiles(of_rank.engine, model_parameters(of_rank.model.shape), background_writer())
     state.prepare()
     step = _stepper(of_rank, chosen, device)
     _warm(step)
     # Beside the first steps, as in a run; those that are timed have the host to themselves.
     with _timed() as waited:
-        of_rank.engine.copies.prepared()
+        of_rank.engine.copies.wait_for_memory()
     report.add("memory taken", waitedSeconds=waited[0])
     usual = _usual(step)
     report.add("steps", medianSeconds=round(usual, 4), slowestSeconds=round(max(step() for _ in range(3)), 4))
@@ -165,18 +165,18 @@ def _usual(step: Callable[[], float]) -> float:
     return float(np.median([step() for _ in range(USUAL_STEPS)]))
 
 
-def _saved(report: SaveReport, store: CheckpointStore, trained: Trained, number: int) -> Saved:
+def _saved(report: SaveReport, store: CheckpointStore, trained: Trained, number: int) -> SavedCheckpoint:
     """Save in the background, and train until it is committed. Stall: all seconds above those of usual steps."""
     begun = time.perf_counter()
     expected = checkpoint_bytes(trained.of_rank.model.shape, trained.of_rank.spec)
     sizes = {name: int(size) for name, size in asdict(trained.of_rank.sizes).items()}
-    store.save(Moment(number, STATE_FORMAT, sizes, {"torch": torch.__version__}, {"steps": number}), expected)
+    store.save(SaveRequest(number, STATE_FORMAT, sizes, {"torch": torch.__version__}, {"steps": number}), expected)
     call_seconds = time.perf_counter() - begun
     steps = []
-    while store.last is None or store.last.folder.step != number:
+    while store.last_saved is None or store.last_saved.folder.step != number:
         steps.append(trained.step())
         store.poll()
-    whole, saved = time.perf_counter() - begun, store.last
+    whole, saved = time.perf_counter() - begun, store.last_saved
     report.add(
         f"save {number}",
         bytes=saved.size_bytes,
@@ -211,13 +211,13 @@ def _exported(report: SaveReport, folder: Path, spec: Spec, config: Mapping[str,
     for path in (folder / "checkpoints").glob("step-*/*"):
         sync_and_forget(path)
     with _timed() as verified:
-        run = stored_run(folder)
+        run = read_stored_run(folder)
     read_bytes = run.checkpoint.manifest.size_bytes
     report.add("verify", seconds=verified[0], GBps=round(read_bytes / verified[0] / GIGA, 2))
     for path in run.checkpoint.path.iterdir():
         sync_and_forget(path)
     with _timed() as exported:
-        written = export_model(run, Wanted(folder / "export"))
+        written = export_whole_model(run, ExportOptions(folder / "export"))
     report.add("export", bytes=written.bytes, seconds=exported[0], GBps=round(written.bytes / exported[0] / GIGA, 2))
 
 
@@ -258,7 +258,7 @@ def _fitting(chosen: argparse.Namespace, folder: Path, device: torch.device) -> 
 
 
 def _config(model: str, layers: int | None) -> dict[str, object]:
-    config = dict(catalog.config(model) or {})
+    config = dict(catalog.find_config(model) or {})
     return config if layers is None else config | {"num_hidden_layers": layers}
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.float8 import rounded_columns, rounded_rows
+from moejob_trainer.layers.float8 import quantize_columns, quantize_rows
 from moejob_trainer.layers.kernels import experts, float8
 from moejob_trainer.layers.kernels.quack import Tiles
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 def _measured(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, object]]:
     generation = torch.cuda.get_device_capability()[0]
-    taken = experts.tiles(shape.rows / shape.experts, (shape.inner, shape.outer), generation)
+    taken = experts.choose_tiles(shape.rows / shape.experts, (shape.inner, shape.outer), generation)
     # Where the trainer takes the default, the wide tiles show that it is right to.
     wanted = dict.fromkeys([None, *(OTHERS if everything else OTHERS[:1])])
     products = _products(shape)
@@ -96,11 +96,11 @@ def _measured_in_float8(shape: ExpertShape) -> Iterator[dict[str, object]]:
     """Yield the rates of FP8 products, and what it takes to round what they multiply."""
     x, gradient, weight, bounds = _drawn(shape)
     about = {"rows": shape.rows, "device": torch.cuda.get_device_name()}
-    for way, rows, rounded in (("forward", x, rounded_rows), ("rows", gradient, rounded_columns)):
-        left, right = rounded_rows(rows), rounded(weight)
-        product = partial(float8.products, left.values, left.scales, right.values, right.scales, bounds)
+    for way, rows, rounded in (("forward", x, quantize_rows), ("rows", gradient, quantize_columns)):
+        left, right = quantize_rows(rows), rounded(weight)
+        product = partial(float8.grouped_products, left.values, left.scales, right.values, right.scales, bounds)
         yield {**about, "product": f"{way}, FP8", **_rate(shape, product)}
-        yield {**about, "product": f"{way}, rounding rows", **_rate(shape, partial(rounded_rows, rows))}
+        yield {**about, "product": f"{way}, rounding rows", **_rate(shape, partial(quantize_rows, rows))}
         yield {**about, "product": f"{way}, rounding weights", **_rate(shape, partial(rounded, weight))}
 
 
@@ -108,8 +108,8 @@ def _products(shape: ExpertShape) -> dict[str, Callable[[Tiles | None], object]]
     """Return the products of a step that take tiles, over random rows, of which experts get uneven shares."""
     x, gradient, weight, bounds = _drawn(shape)
     return {
-        "forward": lambda tiles: experts.products_in_tiles(x, weight.transpose(1, 2), bounds, tiles),
-        "rows": lambda tiles: experts.products_in_tiles(gradient, weight, bounds, tiles),
+        "forward": lambda tiles: experts.grouped_products_in_tiles(x, weight.transpose(1, 2), bounds, tiles),
+        "rows": lambda tiles: experts.grouped_products_in_tiles(gradient, weight, bounds, tiles),
     }
 
 

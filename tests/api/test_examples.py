@@ -10,7 +10,7 @@ import pytest
 from moejob_api.documents import read_file
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import model_shape
-from moejob_api.planner.plan import Plan, plan
+from moejob_api.planner.plan import Plan, plan_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = sorted(EXAMPLES.glob("*.yaml"))
@@ -48,4 +48,4 @@ def planned(file: Path) -> Plan:
         source = read_file(str(EXAMPLES / f"{exported[1]}.yaml")).spec.model.source
     shape = model_shape(source, environment={})
     assert isinstance(shape, ModelShape)
-    return plan(job.spec, shape)
+    return plan_job(job.spec, shape)

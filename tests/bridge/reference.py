@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bridge import without_cuda
 from bridge.latent_attention import CausalAttention
-from moejob_trainer.interchange.megatron_bridge import as_expected, auto_bridge
+from moejob_trainer.interchange.megatron_bridge import adapt_config, import_auto_bridge
 
 # Plain Megatron-Core layers in float32; fusions need a GPU, and so does the dispatcher that the bridge chooses.
 _PLAIN: dict[str, Any] = {
@@ -61,8 +61,8 @@ class MegatronModel(nn.Module):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         without_cuda.prepare()
-        self.bridge = auto_bridge().from_hf_pretrained(folder, torch_dtype=torch.float32)
-        as_expected(self.bridge.hf_pretrained.config)
+        self.bridge = import_auto_bridge().from_hf_pretrained(folder, torch_dtype=torch.float32)
+        adapt_config(self.bridge.hf_pretrained.config)
         provider = self.bridge.to_megatron_provider(load_weights=False)
         _set(provider, _PLAIN | dict.fromkeys(_FUSIONS, False) | _PLAIN_ROTARY)
         provider.transformer_layer_spec = _local_layers

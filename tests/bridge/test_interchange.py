@@ -19,7 +19,7 @@ from bridge.reference import MegatronModel
 from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
-from moejob_trainer.interchange.torch_dist import IndexedKey, Stacks, entry
+from moejob_trainer.interchange.torch_dist import IndexedKey, StackSizes, locate_tensor
 from trainer.parity.cells import reference_model
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_an_export_holds_all_that_a_mixture_asks_for(published: Callable[[Family
 def test_layers_and_experts_are_stacked_as_megatron_stacks_them(
     name: str, are_layers_stacked: bool, expected: IndexedKey
 ) -> None:
-    assert entry(name, Stacks(4, 8, are_layers_stacked=are_layers_stacked)) == expected
+    assert locate_tensor(name, StackSizes(4, 8, are_layers_stacked=are_layers_stacked)) == expected
 
 
 @pytest.mark.parametrize("family", [Family.MIXTRAL, Family.GPT_OSS])

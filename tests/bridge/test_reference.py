@@ -15,7 +15,7 @@ from bridge.reference import MegatronModel
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import (
     Cell,
     backward,
@@ -56,31 +56,31 @@ def folder(cell: Cell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(cell: Cell, folder: Path) -> Iterator[MegatronEngine]:
+def engine(cell: Cell, folder: Path) -> Iterator[MegatronTrainingEngine]:
     use_cpu()
     yield started(cell, folder)
     stop_groups()
 
 
 @pytest.fixture(scope="module")
-def megatron(engine: MegatronEngine, folder: Path) -> MegatronModel:
+def megatron(engine: MegatronTrainingEngine, folder: Path) -> MegatronModel:
     """Made after the engine, whose groups it uses."""
     assert engine.groups.world.size == 1
     return MegatronModel(folder / "first")
 
 
-def test_megatron_computes_the_same_logits(cell: Cell, engine: MegatronEngine, megatron: MegatronModel) -> None:
+def test_megatron_computes_the_same_logits(cell: Cell, engine: MegatronTrainingEngine, megatron: MegatronModel) -> None:
     tokens = torch.from_numpy(documents(0, ONE)[0].tokens)
     with torch.no_grad():
         theirs = megatron(tokens[None]).logits[0]
     with _final_hidden(engine) as hidden:
-        engine.outputs(micro_batches(cell, engine, 0))
+        engine.compute_outputs(micro_batches(cell, engine, 0))
     ours = (hidden[0] @ engine.stages[0].output.weight.T)[: len(tokens), : theirs.shape[1]]
     assert (ours - theirs).abs().max().item() < CLOSE * theirs.abs().max().item()
 
 
 def test_megatron_computes_the_same_gradients(
-    cell: Cell, engine: MegatronEngine, megatron: MegatronModel, folder: Path
+    cell: Cell, engine: MegatronTrainingEngine, megatron: MegatronModel, folder: Path
 ) -> None:
     loss = backward(megatron, documents(0, ONE))
     save_gradients(megatron, folder / "gradients", megatron.save)
@@ -91,7 +91,7 @@ def test_megatron_computes_the_same_gradients(
 
 
 @contextmanager
-def _final_hidden(engine: MegatronEngine) -> Iterator[list[Tensor]]:
+def _final_hidden(engine: MegatronTrainingEngine) -> Iterator[list[Tensor]]:
     """Normed hidden states of the last layer, as they enter the output layer."""
     found: list[Tensor] = []
     handle = engine.stages[0].final_norm.register_forward_hook(lambda _module, _given, made: found.append(made))

@@ -15,7 +15,7 @@ from image_builds.__main__ import DEFAULT, order
 from image_builds.commands import Store, Supplies, buildah_build, docker_build, podman_build
 from image_builds.engines import on_local_bases
 from image_builds.recipes import RECIPES, ROOT, Order, UnknownImageError, chosen, closure_key, reference, repository
-from moejob_api.contract.pods import Port
+from moejob_api.contract.pods import PodPort
 from moejob_api.job.resources import Resources
 from moejob_operator.runtime.settings import Settings
 
@@ -132,12 +132,14 @@ def test_a_prefix_stands_before_the_name(prefix: str, expected: str) -> None:
     [
         pytest.param("operator", '["python", "-m", "moejob_operator"]', (8080, 9443), id="operator"),
         *(
-            pytest.param(name, '["python", "-m", "moejob_trainer.launcher"]', (Port.PROGRESS, Port.RENDEZVOUS), id=name)
+            pytest.param(
+                name, '["python", "-m", "moejob_trainer.launcher"]', (PodPort.PROGRESS, PodPort.RENDEZVOUS), id=name
+            )
             for name in RECIPES
             if name.startswith("trainer")
         ),
         *(
-            pytest.param(name, '["python", "-m", "moejob_rollout"]', (Port.ROLLOUT,), id=name)
+            pytest.param(name, '["python", "-m", "moejob_rollout"]', (PodPort.ROLLOUT,), id=name)
             for name in RECIPES
             if name.startswith("rollout")
         ),

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from documented import ROOT
-from reference_pages import pages
+from reference_pages import all_pages
 
-PAGES = dict(pages())
+PAGES = dict(all_pages())
 VARIABLE = re.compile(r"\bMOEJOB_[A-Z]+(?:_[A-Z]+)*\b(?!_)")
 
 

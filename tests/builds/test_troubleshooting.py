@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.recovery.restarts import Cause
+from moejob_api.recovery.restarts import FailureCause
 from moejob_operator.planning.decision import Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -14,6 +14,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(enc
 USUAL = {Reason.ALL_PODS_RUN, Reason.POD_ENDING, Reason.SUSPENDED, Reason.COMPLETED, Reason.STOPPED_EARLY}
 
 
-@pytest.mark.parametrize("reason", sorted({*map(str, Cause), *map(str, set(Reason) - USUAL)}))
+@pytest.mark.parametrize("reason", sorted({*map(str, FailureCause), *map(str, set(Reason) - USUAL)}))
 def test_a_reason_is_explained(reason: str) -> None:
     assert f"`{reason}`" in PAGE

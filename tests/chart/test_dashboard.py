@@ -23,17 +23,19 @@ _LABELS = re.compile(r"(?:by \(([^)]*)\))|\{([^}]*)\}")
 def exported() -> dict[str, set[str]]:
     """Every sample of an operator that has done each thing once, with its labels."""
     metrics = Metrics()
-    metrics.count(lambda: [{"metadata": {"namespace": "team"}, "status": {"phase": "Running", "layout": {"gpus": 8}}}])
-    metrics.queued(1)
-    metrics.started(0.1)
-    metrics.ended(0.1, WorkOutcome.RETRIED)
-    metrics.requested("get", "pods", "200", 0.1)
-    metrics.leads(True)
-    metrics.reviewed("denied", 0.1)
-    metrics.certificate_ends(1.0)
-    metrics.status_written({}, {"phase": "Failed", "restarts": {"total": 1}, "goodput": {"lostGpuHours": 1}})
+    metrics.count_jobs(
+        lambda: [{"metadata": {"namespace": "team"}, "status": {"phase": "Running", "layout": {"gpus": 8}}}]
+    )
+    metrics.set_queue_depth(1)
+    metrics.observe_wait(0.1)
+    metrics.observe_work(0.1, WorkOutcome.RETRIED)
+    metrics.count_request("get", "pods", "200", 0.1)
+    metrics.set_leading(True)
+    metrics.count_review("denied", 0.1)
+    metrics.set_certificate_end(1.0)
+    metrics.count_status_change({}, {"phase": "Failed", "restarts": {"total": 1}, "goodput": {"lostGpuHours": 1}})
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(metrics.format_text().decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

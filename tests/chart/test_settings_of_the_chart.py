@@ -13,10 +13,10 @@ import yaml
 
 from charts import CHART, NAMESPACE, Helm, Rendered, Values
 from limit_cases import ALLOWED
-from moejob_api.contract.pods import MANAGED_BY, Label, Port
+from moejob_api.contract.pods import MANAGED_BY, Label, PodPort
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.admission import review
-from moejob_operator.admission.certificates import hosts_of
+from moejob_operator.admission.certificates import service_hosts
 from moejob_operator.children.shared import OPERATOR_LABELS
 from moejob_operator.runtime import lifecycle
 from moejob_operator.runtime.leader_election import LeaseDurations
@@ -75,7 +75,7 @@ def test_the_operator_starts_with_what_it_is_told(told: Told) -> None:
     assert settings.trainer_image == f"moejob-trainer:{version}"
     assert settings.trainer_colocated_image == f"moejob-trainer-colocated:{version}"
     assert settings.rollout_image == f"moejob-rollout:{version}"
-    assert settings.terms == LeaseDurations()
+    assert settings.lease_durations == LeaseDurations()
     assert rendered.container["command"] == ["python", "-m", "moejob_operator"]
 
 
@@ -197,7 +197,7 @@ def test_rights_by_name_are_to_what_the_operator_uses(told: Told) -> None:
 def test_a_certificate_of_cert_manager_is_for_the_names_the_operator_goes_by(told: Told) -> None:
     settings, rendered = told({"webhook": {"certificates": "CertManager"}})
     spec = rendered.one("Certificate")["spec"]
-    assert spec["dnsNames"] == list(hosts_of(settings.webhook_service, NAMESPACE))
+    assert spec["dnsNames"] == list(service_hosts(settings.webhook_service, NAMESPACE))
     assert spec["secretName"] == settings.webhook_secret
 
 
@@ -214,7 +214,7 @@ def test_probes_and_metrics_ask_the_port_that_answers(told: Told) -> None:
 def test_the_operator_may_reach_the_pods_of_jobs(helm: Helm) -> None:
     policy = helm.rendered({"networkPolicy": {"egress": True}}).one("NetworkPolicy")
     [rule] = [rule for rule in policy["spec"]["egress"] if "to" in rule]
-    assert rule["ports"] == [{"port": Port.PROGRESS, "protocol": "TCP"}]
+    assert rule["ports"] == [{"port": PodPort.PROGRESS, "protocol": "TCP"}]
     assert rule["to"][0]["podSelector"]["matchLabels"] == {Label.MANAGED_BY: MANAGED_BY}
 
 

@@ -20,7 +20,7 @@ from documented import Typed, mentioned, typed, typed_into_shell
 from image_builds.recipes import ROOT
 from moejob_api.documents.reading import read_job
 from moejob_cli.app import app
-from moejob_operator.validation import validation_of
+from moejob_operator.validation import validate_spec
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # A block with a title shows another project's file.
@@ -71,7 +71,7 @@ def settings() -> list[Any]:
 
 @pytest.mark.parametrize("text", settings())
 def test_settings_that_are_shown_are_accepted(text: str) -> None:
-    validation = validation_of(read_job(text, "the page").spec)
+    validation = validate_spec(read_job(text, "the page").spec)
     assert validation.is_accepted, validation.problems
 
 

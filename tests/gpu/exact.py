@@ -14,8 +14,8 @@ from moejob_trainer.layers import destinations, norm, permutation, routing
 def order(device: str, kernels: Any, tokens: int, per_token: int, experts: int) -> None:
     """Choices of none are among them."""
     chosen = torch.rand(tokens, experts + 1, device=device).argsort(1)[:, :per_token]
-    assert kernels.orders(chosen, experts)
-    ordered, plain = kernels.ordered(chosen, experts), permutation.plain_ordered(chosen, experts)
+    assert kernels.can_order(chosen, experts)
+    ordered, plain = kernels.order_choices(chosen, experts), permutation.plain_order_choices(chosen, experts)
     for one, other in zip(ordered, plain, strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
@@ -24,17 +24,20 @@ def order(device: str, kernels: Any, tokens: int, per_token: int, experts: int) 
 def sent(device: str, kernels: Any, tokens: int, per_token: int, experts: int, ranks: int) -> None:
     """Destinations of choices, of which some are none, and what travels to them."""
     chosen = torch.rand(tokens, experts * ranks + 1, device=device).argsort(1)[:, :per_token]
-    found, plain = kernels.destinations(chosen, experts, ranks), destinations.plain_destinations(chosen, experts, ranks)
+    found, plain = (
+        kernels.find_destinations(chosen, experts, ranks),
+        destinations.plain_destinations(chosen, experts, ranks),
+    )
     for one, other in zip(found, plain, strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
-    order, _, _ = permutation.plain_ordered(found[0], ranks)
+    order, _, _ = permutation.plain_order_choices(found[0], ranks)
     order = order[: int(found[1][0].sum())]
     for dtype in (torch.float32, torch.float64):
         weights = torch.rand(tokens, per_token, device=device, dtype=dtype)
-        both = kernels.choices_sent(chosen, weights, order, experts)
+        both = kernels.pack_choices(chosen, weights, order, experts)
         assert both.dtype is dtype
-        assert torch.equal(both, destinations.plain_choices_sent(chosen, weights, order, experts))
+        assert torch.equal(both, destinations.plain_pack_choices(chosen, weights, order, experts))
 
 
 def counts(device: str, kernels: Any, tokens: int, per_token: int, experts: int) -> None:
@@ -66,7 +69,7 @@ def entropies(device: str, kernels: Any, tokens: int, experts: int) -> None:
 def parts(device: str, kernels: Any, tokens: int, experts: int) -> None:
     """Of numbers far and near: the three parts are the number, to the last of its bits but one."""
     gradient = torch.randn(tokens, experts, device=device) * 10.0 ** torch.randint(-12, 12, (tokens, 1), device=device)
-    cut = kernels.parts(gradient)
+    cut = kernels.split_gradient(gradient)
     assert cut.dtype is torch.bfloat16
     whole = cut.double().view(tokens, 3, experts).sum(1)
     assert ((whole - gradient).abs() <= gradient.abs().double() * 2.0**-23).all()
@@ -81,9 +84,9 @@ def routed(device: str, kernels: Any, tokens: int, experts: int, per_token: int)
     for renormalized in (True, False):
         for chosen in (None, replayed):
             leaf, exact_leaf = logits.clone().requires_grad_(), logits.double().requires_grad_()
-            found, weights = kernels.routed(leaf, per_token, 2.5, renormalized, chosen)
+            found, weights = kernels.route_tokens(leaf, per_token, 2.5, renormalized, chosen)
             of = routing.Routing(experts, per_token, renormalized=renormalized, scale=2.5, dtype=torch.float64)
-            expected, exact = routing.plain_routed(exact_leaf, of, chosen=chosen)
+            expected, exact = routing.plain_route_tokens(exact_leaf, of, chosen=chosen)
             assert torch.equal(found, expected)
             weights.backward(upstream)
             exact.backward(upstream.double())

@@ -19,9 +19,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moejob_trainer.distributed.groups import Group, Groups  # noqa: E402
-from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory  # noqa: E402
-from moejob_trainer.layers.permutation import Permutation, permuted_probabilities  # noqa: E402
-from moejob_trainer.model.dispatch import ExpertHolders, combine, dispatch  # noqa: E402
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, map_peer_memory  # noqa: E402
+from moejob_trainer.layers.permutation import Permutation, permute_probabilities  # noqa: E402
+from moejob_trainer.model.dispatch import ExpertHolders, combine_outputs, dispatch_tokens  # noqa: E402
 
 WIDTH, CHOICES, HELD = 24, 3, 2
 ROW_BYTES = WIDTH * 4
@@ -69,7 +69,7 @@ def groups_of(sharing: int) -> Groups:
 def both_ways(way: Way, device: str) -> tuple[Seen, Seen]:
     """Two layers, one behind the other, by all-to-all and through memory."""
     groups = groups_of(way.sharing)
-    memory = peer_memory(way.size_bytes, groups.expert.handle, torch.device(device), FOR_TOKENS)
+    memory = map_peer_memory(way.size_bytes, groups.expert.handle, torch.device(device), FOR_TOKENS)
     return two_layers(way, groups, device), two_layers(way, replace(groups, expert_memory=memory), device)
 
 
@@ -92,16 +92,16 @@ def two_layers(way: Way, groups: Groups, device: str) -> Seen:
 
 def _layer(x: Tensor, chosen: Tensor, probabilities: Tensor, way: Way, groups: Groups) -> tuple[Tensor, int]:
     """Experts that are a number each from 1 to 2, to which ranks that share them add another."""
-    sent = dispatch(x, chosen, probabilities, ExpertHolders(groups, HELD, way.keeps_rows))
-    order = Permutation.of(sent.chosen, HELD, sent.choices)
-    rows = sent.fetch(sent.rows, order)
-    weights = permuted_probabilities(sent.probabilities, order).unsqueeze(1)
+    sent = dispatch_tokens(x, chosen, probabilities, ExpertHolders(groups, HELD, way.keeps_rows))
+    order = Permutation.from_choices(sent.chosen, HELD, sent.choice_count)
+    rows = sent.fetch_rows(sent.rows, order)
+    weights = permute_probabilities(sent.probabilities, order).unsqueeze(1)
     first, count = HELD * groups.expert.rank, HELD * groups.expert.size
     own = 1 + torch.arange(first, first + HELD, device=x.device) / count
     numbers = own.repeat_interleave(order.bounds.diff(), output_size=len(rows))
     # Only products, and sums whose order is known: every device gives the same bits.
     y = (rows * weights * (numbers.unsqueeze(1) + groups.expert_tensor.rank)).to(x.dtype)
-    return combine(y, sent, order), int(sent.route is not None)
+    return combine_outputs(y, sent, order), int(sent.route is not None)
 
 
 def _choices(tokens: int, groups: Groups, random: torch.Generator, *, drops: bool) -> Tensor:

@@ -17,14 +17,14 @@ import torch  # noqa: E402 the trainer may lie there unpacked
 import torch.distributed as dist  # noqa: E402
 
 from gpu.training import SEED, STEPS, global_batches, job, loss  # noqa: E402
-from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
+from moejob_api.layout.sizes import derive_layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
-from moejob_trainer.megatron.stages import built  # noqa: E402
+from moejob_trainer.megatron.stages import build_stages  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
-from moejob_trainer.megatron.weights import initialise  # noqa: E402
-from moejob_trainer.model.architecture import architecture  # noqa: E402
-from moejob_trainer.model.parameters import parameters  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement  # noqa: E402
+from moejob_trainer.megatron.weights import initialise_weights  # noqa: E402
+from moejob_trainer.model.architecture import read_architecture  # noqa: E402
+from moejob_trainer.model.parameters import model_parameters  # noqa: E402
 
 
 def main(
@@ -37,13 +37,13 @@ def main(
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
+    model = read_architecture(dict(catalog.find_config("moejob/tiny-moe") or {}))
     spec = job("bfloat16" if precision else "float32", "cuda", parallelism, memory, moe, precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
-    stages = built(model, spec, layout, groups, device)
-    initialise(stages, parameters(model.shape), groups, SEED)
-    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 2e-3)
+    stages = build_stages(model, spec, layout, groups, device)
+    initialise_weights(stages, model_parameters(model.shape), groups, SEED)
+    engine = MegatronTrainingEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 2e-3)
     results = [engine.update(global_batches(step, spec)[groups.data.rank], loss) for step in range(STEPS)]
     if groups.world.rank == 0:
         print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201

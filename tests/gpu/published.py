@@ -22,16 +22,16 @@ import torch.distributed as dist  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from gpu.training import job  # noqa: E402
-from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
+from moejob_api.layout.sizes import derive_layout as layout_of  # noqa: E402
 from moejob_api.problems import InvalidSpec  # noqa: E402
-from moejob_trainer.conversion.families import table  # noqa: E402
-from moejob_trainer.conversion.loading import opened  # noqa: E402
-from moejob_trainer.megatron.stages import built  # noqa: E402
+from moejob_trainer.conversion.families import build_tensor_table  # noqa: E402
+from moejob_trainer.conversion.loading import open_published_checkpoint  # noqa: E402
+from moejob_trainer.megatron.stages import build_stages  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups, stop_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement  # noqa: E402
 from moejob_trainer.megatron.weights import load_pretrained  # noqa: E402
-from moejob_trainer.model.architecture import Architecture, architecture  # noqa: E402
-from moejob_trainer.model_check.checks import Checks  # noqa: E402
+from moejob_trainer.model.architecture import Architecture, read_architecture  # noqa: E402
+from moejob_trainer.model_check.checks import ModelChecks  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -56,7 +56,7 @@ def main(dtype: str) -> None:
     dist.init_process_group("nccl")
     with tempfile.TemporaryDirectory() as folder:
         published(getattr(torch, dtype)).save_pretrained(folder)
-        model = architecture(json.loads(Path(folder, "config.json").read_text()))
+        model = read_architecture(json.loads(Path(folder, "config.json").read_text()))
         mistaken = replace(model, rotary=replace(model.rotary, theta=1e4))
         started = time.monotonic()
         right = said(Path(folder), model, dtype)
@@ -81,11 +81,11 @@ def said(folder: Path, model: Architecture, dtype: str) -> str:
     spec, device = job(dtype, "cuda"), torch.device("cuda")
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
-    stages = built(model, spec, layout, groups, device)
-    load_pretrained(stages, opened(folder, table(model.shape)), groups)
-    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-3)
+    stages = build_stages(model, spec, layout, groups, device)
+    load_pretrained(stages, open_published_checkpoint(folder, build_tensor_table(model.shape)), groups)
+    engine = MegatronTrainingEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-3)
     try:
-        Checks(engine, layout, node=0).imported(folder)
+        ModelChecks(engine, layout, node=0).check_import(folder)
     except InvalidSpec as refused:
         return str(refused)
     finally:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 from moejob_trainer.megatron.copy_memory import CopyMemory
-from moejob_trainer.megatron.master_weights import Split, Values, Whole, split
+from moejob_trainer.megatron.master_weights import PlainNumbers, SplitNumbers, StoredNumbers, split_float32
 from moejob_trainer.megatron.state_copies import PART_ELEMENTS, StateCopies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -19,12 +19,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_a_copy_holds_the_state_of_its_beginning(is_locked: bool) -> None:
     gpu = torch.device("cuda", 0)
     numbers = torch.randn(2 * PART_ELEMENTS + 5, device=gpu)
-    values: list[Values] = [Split(*split(numbers)), Whole(numbers.bfloat16()), Whole(torch.ones(3, device=gpu))]
+    values: list[StoredNumbers] = [
+        SplitNumbers(*split_float32(numbers)),
+        PlainNumbers(numbers.bfloat16()),
+        PlainNumbers(torch.ones(3, device=gpu)),
+    ]
     copies = StateCopies(gpu)
-    with patch.object(CopyMemory, "lock", CopyMemory.lock if is_locked else lambda _: None):
-        copies.prepare(values)
-        copies.prepared()
-    made = copies.begin(values).made()
+    with patch.object(CopyMemory, "lock", CopyMemory.lock_blocks if is_locked else lambda _: None):
+        copies.prepare_memory(values)
+        copies.wait_for_memory()
+    made = copies.start_copy(values).make_copies()
     values[1].storage.zero_()
     assert [one.is_pinned() for one in made] == [is_locked] * 3
     assert torch.equal(made[0], values[0].read().cpu())
@@ -34,11 +38,11 @@ def test_a_copy_holds_the_state_of_its_beginning(is_locked: bool) -> None:
 
 def test_locked_memory_is_let_go_of_with_its_owner() -> None:
     gpu = torch.device("cuda", 0)
-    values: list[Values] = [Whole(torch.ones(1 << 20, device=gpu))]
+    values: list[StoredNumbers] = [PlainNumbers(torch.ones(1 << 20, device=gpu))]
     for _ in range(3):
         copies = StateCopies(gpu)
-        copies.prepare(values)
-        made = copies.begin(values).made()
+        copies.prepare_memory(values)
+        made = copies.start_copy(values).make_copies()
         assert made[0].is_pinned()
         del copies
         # Memory that nothing maps would still be locked.

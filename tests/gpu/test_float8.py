@@ -10,14 +10,14 @@ from gpu.twins import bounds_of
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.float8 import (
     Float8Weight,
-    Rounded,
-    plain_rounded_columns,
-    plain_rounded_rows,
-    rounded_columns,
-    rounded_rows,
+    QuantizedRows,
+    plain_quantize_columns,
+    plain_quantize_rows,
+    quantize_columns,
+    quantize_rows,
 )
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.summed_linear import linear
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.summed_linear import summed_linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def odd_numbers(shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-def same_bits(one: Rounded, other: tuple[Tensor, Tensor]) -> bool:
+def same_bits(one: QuantizedRows, other: tuple[Tensor, Tensor]) -> bool:
     values, scales = other
     # What is no number may have either sign.
     is_none = values.float().isnan()
@@ -53,31 +53,31 @@ def same_bits(one: Rounded, other: tuple[Tensor, Tensor]) -> bool:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rounding_gives_the_bits_of_the_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = odd_numbers(shape).to(dtype)
-    rows, columns = rounded_rows(x), rounded_columns(x)
-    assert same_bits(Rounded(rows.values.cpu(), rows.scales.cpu()), plain_rounded_rows(x.cpu()))
+    rows, columns = quantize_rows(x), quantize_columns(x)
+    assert same_bits(QuantizedRows(rows.values.cpu(), rows.scales.cpu()), plain_quantize_rows(x.cpu()))
     if len(x):
-        assert same_bits(Rounded(columns.values.cpu(), columns.scales.cpu()), plain_rounded_columns(x.cpu()))
+        assert same_bits(QuantizedRows(columns.values.cpu(), columns.scales.cpu()), plain_quantize_columns(x.cpu()))
 
 
 def test_what_is_no_number_is_not_hidden() -> None:
     x = torch.ones(3, 64, device="cuda")
     x[1, 5] = torch.nan
-    assert rounded_rows(x).plain(torch.float32)[1, 5].isnan()
-    assert rounded_columns(x).plain(torch.float32)[5, 1].isnan()
-    assert torch.equal(rounded_rows(x).plain(torch.float32)[::2], x[::2])
+    assert quantize_rows(x).dequantize(torch.float32)[1, 5].isnan()
+    assert quantize_columns(x).dequantize(torch.float32)[5, 1].isnan()
+    assert torch.equal(quantize_rows(x).dequantize(torch.float32)[::2], x[::2])
 
 
 def test_products_are_those_of_quack_kernels() -> None:
-    module = kernels("float8", torch.empty(1, device="cuda"))
+    module = find_kernels("float8", torch.empty(1, device="cuda"))
     assert module is not None
-    assert module.multiplies(torch.empty(1, 16, device="cuda", dtype=torch.float8_e4m3fn), torch.bfloat16)
+    assert module.can_multiply(torch.empty(1, 16, device="cuda", dtype=torch.float8_e4m3fn), torch.bfloat16)
 
 
 def off(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
 
 
-def plain(rounded: Rounded) -> Tensor:
+def plain(rounded: QuantizedRows) -> Tensor:
     return rounded.values.double() * rounded.scales.double().unsqueeze(-1)
 
 
@@ -88,12 +88,12 @@ def test_linear_maps(rows: int, inputs: int, outputs: int, keeps: bool) -> None:
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5)
     upstream = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
-    y = linear(x, weight, float8=Float8Weight(keeps=keeps))
+    y = summed_linear(x, weight, float8=Float8Weight(keeps=keeps))
     y.backward(upstream)
     assert x.grad is not None
     assert weight.grad is not None
-    assert off(y, plain(rounded_rows(x.detach())) @ plain(rounded_rows(weight.detach())).t()) < WITHIN
-    assert off(x.grad, plain(rounded_rows(upstream)) @ plain(rounded_columns(weight.detach())).t()) < WITHIN
+    assert off(y, plain(quantize_rows(x.detach())) @ plain(quantize_rows(weight.detach())).t()) < WITHIN
+    assert off(x.grad, plain(quantize_rows(upstream)) @ plain(quantize_columns(weight.detach())).t()) < WITHIN
     assert off(weight.grad, upstream.double().t() @ x.detach().double()) < WITHIN
 
 
@@ -109,10 +109,10 @@ def test_maps_of_experts(counts: list[int], inputs: int, outputs: int) -> None:
     y.backward(upstream)
     assert x.grad is not None
     assert weight.grad is not None
-    parts = [plain(rounded_rows(part)) for part in x.detach().split(counts)]
-    slopes = [plain(rounded_rows(part)) for part in upstream.split(counts)]
+    parts = [plain(quantize_rows(part)) for part in x.detach().split(counts)]
+    slopes = [plain(quantize_rows(part)) for part in upstream.split(counts)]
     if sum(counts):
-        forward, back = plain(rounded_rows(weight.detach())), plain(rounded_columns(weight.detach()))
+        forward, back = plain(quantize_rows(weight.detach())), plain(quantize_columns(weight.detach()))
         assert off(y, torch.cat([part @ one.t() for part, one in zip(parts, forward, strict=True)])) < WITHIN
         assert off(x.grad, torch.cat([part @ one.t() for part, one in zip(slopes, back, strict=True)])) < WITHIN
     exact = [

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
 from moejob_trainer.layers import activation, attention, destinations, norm, permutation, rotary, routing
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear, with_biases
-from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.kernels.experts import tiles
+from moejob_trainer.layers.experts import ALIGNMENT_BYTES, add_biases, grouped_linear
+from moejob_trainer.layers.gradient_sums import find_gradient_sum
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.kernels.experts import choose_tiles
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 
@@ -154,47 +154,51 @@ ROWS = [
     ("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 4)], ids=["alone", "0 of 2", "1 of 2", "2 of 4"]
 )
 def test_flash_attention(heads: Heads, lengths: tuple[int, ...], rank: int, size: int) -> None:
-    documents = Documents.of(lengths, device="cuda", context_rank=rank, context_size=size)
+    documents = Documents.from_lengths(lengths, device="cuda", context_rank=rank, context_size=size)
     flash = _attention_kernels()
     query, value = (torch.empty(1, 1, dim, device="cuda", dtype=torch.bfloat16) for dim in (heads.dim, heads.value_dim))
-    if not flash.flash_takes(query, value):
+    if not flash.can_use_flash(query, value):
         pytest.skip("no flash-attn-4 for this GPU here")
-    assert_twins(attended(BFLOAT16, flash.flash_attended, documents, heads), within=ATTENTION_WITHIN)
+    assert_twins(attended(BFLOAT16, flash.flash_attention, documents, heads), within=ATTENTION_WITHIN)
 
 
 @pytest.mark.parametrize("heads", PLAIN_HEADS)
 @pytest.mark.parametrize("lengths", ROWS)
 def test_attention_of_padded_documents(heads: Heads, lengths: tuple[int, ...]) -> None:
     def padded(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
-        output: Tensor = _attention_kernels().padded_attended(q, k, v, documents, scale=options["scale"])
+        output: Tensor = _attention_kernels().padded_attention(q, k, v, documents, scale=options["scale"])
         return output
 
-    assert_twins(attended(BFLOAT16, padded, Documents.of(lengths, device="cuda"), heads), within=ATTENTION_WITHIN)
+    assert_twins(
+        attended(BFLOAT16, padded, Documents.from_lengths(lengths, device="cuda"), heads), within=ATTENTION_WITHIN
+    )
 
 
 @pytest.mark.parametrize("heads", PLAIN_HEADS)
 @pytest.mark.parametrize("lengths", [(2048,), (512, 512, 512, 512)], ids=["one document", "equal documents"])
 def test_attention_of_documents_that_are_a_batch(heads: Heads, lengths: tuple[int, ...]) -> None:
     def batched(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
-        output: Tensor = _attention_kernels().batch_attended(q, k, v, documents, scale=options["scale"])
+        output: Tensor = _attention_kernels().batch_attention(q, k, v, documents, scale=options["scale"])
         return output
 
-    assert_twins(attended(BFLOAT16, batched, Documents.of(lengths, device="cuda"), heads), within=ATTENTION_WITHIN)
+    assert_twins(
+        attended(BFLOAT16, batched, Documents.from_lengths(lengths, device="cuda"), heads), within=ATTENTION_WITHIN
+    )
 
 
 @pytest.mark.parametrize("heads", [*PLAIN_HEADS, pytest.param(Heads(window=100), id="window")])
 @pytest.mark.parametrize("lengths", ROWS)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)], ids=["alone", "0 of 2", "1 of 2"])
 def test_torch_attention_of_packed_documents(heads: Heads, lengths: tuple[int, ...], rank: int, size: int) -> None:
-    documents = Documents.of(lengths, device="cuda", context_rank=rank, context_size=size)
+    documents = Documents.from_lengths(lengths, device="cuda", context_rank=rank, context_size=size)
     found = _attention_kernels()
     query, value = (torch.empty(1, 1, dim, device="cuda", dtype=torch.bfloat16) for dim in (heads.dim, heads.value_dim))
-    if not found.torch_takes(query, value):
+    if not found.can_use_varlen(query, value):
         pytest.skip("torch has no kernel for packed documents of these heads here")
 
     def packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
         del options["sinks"]
-        output: Tensor = found.torch_attended(q, k, v, documents, **options)
+        output: Tensor = found.varlen_attention(q, k, v, documents, **options)
         return output
 
     assert_twins(attended(BFLOAT16, packed, documents, heads), within=ATTENTION_WITHIN)
@@ -204,9 +208,9 @@ def test_torch_attention_of_packed_documents(heads: Heads, lengths: tuple[int, .
 @pytest.mark.parametrize("lengths", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_whatever_attention_chooses_is_attention(heads: Heads, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    documents = Documents.of(lengths, device="cuda")
+    documents = Documents.from_lengths(lengths, device="cuda")
     within = ATTENTION_WITHIN if dtype is torch.bfloat16 else 1e-5
-    assert_twins(attended(Place("cuda", dtype), attention.attended, documents, heads), within=within)
+    assert_twins(attended(Place("cuda", dtype), attention.compute_attention, documents, heads), within=within)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
     )
 
     def at_once(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return with_biases(grouped_linear(x, weight, bounds), bias, bounds)
+        return add_biases(grouped_linear(x, weight, bounds), bias, bounds)
 
     assert_twins(Twins(at_once, one_by_one, leaves), within=BFLOAT16.within)
 
@@ -246,7 +250,7 @@ def test_weight_gradients_are_added_to_their_sum(
     total = before.clone()
     weight.main_grad = total  # type: ignore[attr-defined]
     for _ in range(2):
-        output = grouped_linear(x, weight, bounds_of(counts, "cuda"), total=gradient_sum(weight))
+        output = grouped_linear(x, weight, bounds_of(counts, "cuda"), total=find_gradient_sum(weight))
         output.backward(upstream)
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])
@@ -263,10 +267,10 @@ class Written:
     into: Tensor
     is_new = True
 
-    def like(self, _: Tensor) -> Tensor:
+    def target_for(self, _: Tensor) -> Tensor:
         return self.into
 
-    def added(self, _: Tensor) -> None:
+    def mark_added(self, _: Tensor) -> None:
         """Autograd is given nothing."""
 
 
@@ -288,7 +292,7 @@ def test_the_first_weight_gradients_are_written_over_what_lies_there(counts: lis
 
 def test_wide_experts_are_multiplied_in_tiles_of_their_own() -> None:
     counts, width = [5000, 0, 7001, 1, 3000], 4096
-    chosen = tiles(sum(counts) / len(counts), (width, width), torch.cuda.get_device_capability()[0])
+    chosen = choose_tiles(sum(counts) / len(counts), (width, width), torch.cuda.get_device_capability()[0])
     if chosen is None:
         pytest.skip("tiles of our own are for Hopper")
     test_grouped_linear_maps(counts, width, width)
@@ -320,7 +324,7 @@ def test_two_shares_are_added_to_a_total_and_rounded_once(dtype: torch.dtype, el
     expected = (one.float() + other.float() + total.float()).to(dtype)
     # One more, which must stay as it is.
     held = torch.cat([total, total.new_tensor([7.0])])
-    kernels("sums", total).add_both(held[:elements], one, other)  # type: ignore[union-attr]
+    find_kernels("sums", total).add_both(held[:elements], one, other)  # type: ignore[union-attr]
     assert torch.equal(held[:elements], expected)
     assert held[-1] == 7.0
 
@@ -361,32 +365,32 @@ def test_log_probabilities_need_less_memory_than_three_chunks_of_logits() -> Non
 def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each public function reaches its kernel: without this, all tests above could pass beside an unused kernel."""
     x = BFLOAT16.normal(8, 2, 16)
-    cos, sin = rotary.Rotary(16, 100.0).angles(torch.arange(8, device="cuda"))
-    chosen = permutation.Permutation.of(torch.zeros(4, 2, device="cuda", dtype=torch.int64), 1)
-    row = Documents.of((8,), device="cuda")
+    cos, sin = rotary.Rotary(16, 100.0).cosines_and_sines(torch.arange(8, device="cuda"))
+    chosen = permutation.Permutation.from_choices(torch.zeros(4, 2, device="cuda", dtype=torch.int64), 1)
+    row = Documents.from_lengths((8,), device="cuda")
     weight = BFLOAT16.normal(128, 16).requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Tensor]] = {
         ("activation", "swiglu"): lambda: activation.swiglu(x),
         ("activation", "clamped_swiglu"): lambda: activation.clamped_swiglu(x),
         ("norm", "rms_norm"): lambda: norm.rms_norm(x, x[0, 0], 1e-5),
-        ("rotary", "rotated"): lambda: rotary.rotated(x, cos, sin),
-        ("permutation", "row_sums"): lambda: permutation.combined(x[:, 0], chosen),
-        ("permutation", "ordered"): lambda: permutation.Permutation.of(chosen.inverse, 8).order,
-        ("routing", "parts"): lambda: torch.autograd.grad(_router_logits(weight).sum(), weight)[0],
-        ("routing", "routed"): lambda: routing.routed(torch.randn(4, 8, device="cuda"), ROUTING)[1],
-        ("destinations", "destinations"): lambda: destinations.destinations(chosen.inverse, 4, 2)[0],
-        ("destinations", "choices_sent"): lambda: destinations.choices_sent(
+        ("rotary", "rotate_heads"): lambda: rotary.rotate_heads(x, cos, sin),
+        ("permutation", "sum_rows"): lambda: permutation.combine_rows(x[:, 0], chosen),
+        ("permutation", "order_choices"): lambda: permutation.Permutation.from_choices(chosen.inverse, 8).order,
+        ("routing", "split_gradient"): lambda: torch.autograd.grad(_router_logits(weight).sum(), weight)[0],
+        ("routing", "route_tokens"): lambda: routing.route_tokens(torch.randn(4, 8, device="cuda"), ROUTING)[1],
+        ("destinations", "find_destinations"): lambda: destinations.find_destinations(chosen.inverse, 4, 2)[0],
+        ("destinations", "pack_choices"): lambda: destinations.pack_choices(
             chosen.inverse, torch.rand(4, 2, device="cuda"), chosen, 4
         ),
         ("routing", "document_counts"): lambda: routing.document_counts(chosen.inverse, None, 1, 8),
         ("routing", "entropy_sums"): lambda: routing.routing_entropy(torch.ones(4, 8, device="cuda"), ROUTING),
-        ("vocabulary", "statistics"): lambda: _log_probabilities(weight),
-        ("vocabulary", "slope"): lambda: torch.autograd.grad(_log_probabilities(weight).sum(), weight)[0],
-        ("attention", "flash_takes"): lambda: attention.attended(x, x, x, row, scale=1.0),
+        ("vocabulary", "compute_statistics"): lambda: _log_probabilities(weight),
+        ("vocabulary", "compute_slope"): lambda: torch.autograd.grad(_log_probabilities(weight).sum(), weight)[0],
+        ("attention", "can_use_flash"): lambda: attention.compute_attention(x, x, x, row, scale=1.0),
     }
     reached: list[str] = []
     for (module, function), call in calls.items():
-        loaded = kernels(module, x)
+        loaded = find_kernels(module, x)
         assert loaded is not None, "Triton is not installed"
         with monkeypatch.context() as patch:
             patch.setattr(loaded, function, _noted(getattr(loaded, function), function, reached))
@@ -413,4 +417,4 @@ def _noted(original: Callable[..., Any], name: str, reached: list[str]) -> Calla
 
 
 def _attention_kernels() -> Any:
-    return kernels("attention", torch.empty(0, device="cuda"))
+    return find_kernels("attention", torch.empty(0, device="cuda"))

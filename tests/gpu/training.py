@@ -22,17 +22,17 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moejob_api.job import Spec  # noqa: E402
-from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
+from moejob_api.layout.sizes import derive_layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
-from moejob_trainer.data.packing import batch_plan, global_batch  # noqa: E402
+from moejob_trainer.data.packing import batch_plan, build_global_batch  # noqa: E402
 from moejob_trainer.layers import routing  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
-from moejob_trainer.megatron.stages import built  # noqa: E402
+from moejob_trainer.megatron.stages import build_stages  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
-from moejob_trainer.megatron.weights import initialise  # noqa: E402
-from moejob_trainer.model.architecture import architecture  # noqa: E402
-from moejob_trainer.model.parameters import parameters  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement  # noqa: E402
+from moejob_trainer.megatron.weights import initialise_weights  # noqa: E402
+from moejob_trainer.model.architecture import read_architecture  # noqa: E402
+from moejob_trainer.model.parameters import model_parameters  # noqa: E402
 from moejob_trainer.objectives.losses import cross_entropy  # noqa: E402
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402
 
@@ -47,13 +47,15 @@ def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mappi
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cpu":
         use_cpu()
-    model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
+    model = read_architecture(dict(catalog.find_config("moejob/tiny-moe") or {}))
     spec = job(dtype, device, memory=memory, precision=precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
-    stages = built(model, spec, layout, groups, torch.device(device))
-    initialise(stages, parameters(model.shape), groups, SEED)
-    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, torch.device(device)), lambda _: 2e-3)
+    stages = build_stages(model, spec, layout, groups, torch.device(device))
+    initialise_weights(stages, model_parameters(model.shape), groups, SEED)
+    engine = MegatronTrainingEngine(
+        model, spec, stages, TrainingPlacement(groups, torch.device(device)), lambda _: 2e-3
+    )
     with distances_from_ties() as distances:
         results = [engine.update(global_batches(step, spec)[0], loss) for step in range(STEPS)]
     found = {"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results], "distances": distances}
@@ -65,7 +67,7 @@ def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mappi
 def distances_from_ties() -> Iterator[list[float]]:
     """The token nearest to a tie, each time that torch's operations choose: how far the next expert is behind."""
     distances: list[float] = []
-    plain = routing.plain_routed
+    plain = routing.plain_route_tokens
 
     def watched(logits: Tensor, of: routing.Routing, **more: Tensor | None) -> tuple[Tensor, Tensor]:
         largest = logits.detach().topk(of.per_token + 1).values
@@ -89,7 +91,7 @@ def global_batches(step: int, spec: Spec) -> list[list[MicroBatch]]:
         Document(random.integers(0, 500, length), np.ones(length, np.float32), number)
         for number, length in enumerate((120, 33, 7, 200, 64, 90, 15, 180))
     ]
-    return global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))
+    return build_global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))
 
 
 def job(

@@ -16,7 +16,7 @@ from gpu.exact import CHECKS
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing, vocabulary
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.peer_rows import plain_sum_rows, plain_write_rows
-from moejob_trainer.megatron.master_weights import Copied, Split, split
+from moejob_trainer.megatron.master_weights import CopiedNumbers, SplitNumbers, split_float32
 
 Function = Callable[..., Tensor]
 # What reads logits, and what gives their gradient.
@@ -120,12 +120,12 @@ def rms_norm(place: Place, kernels: Any, *shape: int) -> Twins:
 
 def rotated(place: Place, kernels: Any, tokens: int, heads: int, dim: int, turning: int, interleaved: bool) -> Twins:
     positions = torch.arange(tokens, device=place.device)
-    cos, sin = rotary.Rotary(turning, 10000.0).angles(positions)
+    cos, sin = rotary.Rotary(turning, 10000.0).cosines_and_sines(positions)
     # Heads lie in a larger projection.
     x = place.normal(tokens, heads + 3, dim)[:, 1 : heads + 1]
     return Twins(
-        lambda x: kernels.rotated(x, cos, sin, interleaved),
-        lambda x: rotary.plain_rotated(x, cos.to(_wide(x)), sin.to(_wide(x)), interleaved=interleaved),
+        lambda x: kernels.rotate_heads(x, cos, sin, interleaved),
+        lambda x: rotary.plain_rotate_heads(x, cos.to(_wide(x)), sin.to(_wide(x)), interleaved=interleaved),
         (x,),
     )
 
@@ -134,11 +134,11 @@ def row_sums(place: Place, kernels: Any, tokens: int, choices: int, width: int, 
     experts = torch.stack([torch.randperm(16)[:choices] for _ in range(tokens)]).to(place.device)
     if dropped:
         experts[::2, 0] = 16
-    chosen = permutation.Permutation.of(experts, 16, rows=int((experts < 16).sum()))
+    chosen = permutation.Permutation.from_choices(experts, 16, rows=int((experts < 16).sum()))
     return Twins(
-        lambda y: _summed(y, chosen, kernels.row_sums),
-        lambda y: _summed(y, chosen, permutation.plain_row_sums),
-        (place.normal(chosen.rows, width),),
+        lambda y: _summed(y, chosen, kernels.sum_rows),
+        lambda y: _summed(y, chosen, permutation.plain_sum_token_rows),
+        (place.normal(chosen.row_count, width),),
     )
 
 
@@ -208,7 +208,7 @@ def router(place: Place, kernels: Any, tokens: int, experts: int, width: int) ->
     """The plain twin takes what both are: the narrow numbers themselves, in any precision."""
 
     def of_parts(product: Function) -> Function:
-        return lambda gradient, factor: product(kernels.parts(gradient), factor)
+        return lambda gradient, factor: product(kernels.split_gradient(gradient), factor)
 
     gradients = of_parts(kernels.input_gradient), of_parts(kernels.weight_gradient)
     return Twins(
@@ -252,7 +252,7 @@ def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) ->
         first, second = moments[0].clone(), moments[1].clone()
         master = _master(main, place)
         kernels.update(master.weight, gradient.to(place.dtype), master.storage, first, second, numbers)
-        assert isinstance(master, Copied) or torch.equal(master.weight, split(master.read())[0])
+        assert isinstance(master, CopiedNumbers) or torch.equal(master.weight, split_float32(master.read())[0])
         return torch.stack([master.read(), first.float(), second.float(), master.weight.float()])
 
     def plain(main: Tensor, gradient: Tensor) -> Tensor:
@@ -281,12 +281,12 @@ def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) ->
     return Twins(_stepped(kernel), _stepped(plain), leaves)
 
 
-def _master(main: Tensor, place: Place) -> Split | Copied:
+def _master(main: Tensor, place: Place) -> SplitNumbers | CopiedNumbers:
     """These numbers as master weights of weights in the place's type."""
     if place.dtype is torch.float32:
         held = main.clone()
-        return Copied(held, held)
-    return Split(*split(main))
+        return CopiedNumbers(held, held)
+    return SplitNumbers(*split_float32(main))
 
 
 def _stepped(step: Function) -> Function:
@@ -334,7 +334,7 @@ def word_statistics(
     plain = (vocabulary.plain_statistics, vocabulary.plain_slope)
     # An entropy is the small difference of large numbers.
     luck = 0.5 if learns_entropy else 0.25
-    return Twins(twin((kernels.statistics, kernels.slope)), twin(plain), (logits,), luck)
+    return Twins(twin((kernels.compute_statistics, kernels.compute_slope)), twin(plain), (logits,), luck)
 
 
 def _words_of(logits: Tensor, places: Tensor, options: WordOptions, functions: Words) -> Tensor:
@@ -361,8 +361,8 @@ class _WordsOf(torch.autograd.Function):
         existing, temperature, dtype, learns_entropy = context.options
         dtype = dtype if logits.dtype is torch.float32 else logits.dtype
         gradient = gradient / temperature
-        uncertainty = vocabulary.Uncertainty(entropy, gradient[2]) if learns_entropy else None
-        tokens = vocabulary.Tokens(places, normaliser, gradient[0], uncertainty)
+        uncertainty = vocabulary.EntropyTerms(entropy, gradient[2]) if learns_entropy else None
+        tokens = vocabulary.TokenTerms(places, normaliser, gradient[0], uncertainty)
         slope = context.slope(logits.clone(), tokens, existing, temperature, dtype)
         assert slope.dtype is dtype
         return slope.to(logits.dtype), None, None, None
@@ -387,9 +387,9 @@ def attended(place: Place, kernel: Function, documents: Documents, heads: Heads)
     row = documents.row_tokens
     return Twins(
         lambda q, k, v, sinks=None: kernel(q, k, v, documents, sinks=sinks, **options),
-        lambda q, k, v, sinks=None: attention.plain_attended(q, k, v, documents, sinks=sinks, **options),
+        lambda q, k, v, sinks=None: attention.plain_attention(q, k, v, documents, sinks=sinks, **options),
         (
-            place.normal(documents.tokens, heads.heads, heads.dim),
+            place.normal(documents.local_tokens, heads.heads, heads.dim),
             place.normal(row, heads.groups, heads.dim),
             place.normal(row, heads.groups, heads.value_dim),
             *sinks,

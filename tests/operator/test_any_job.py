@@ -17,7 +17,7 @@ from moejob_api.job import Spec
 from moejob_api.job.status import ConditionStatus, ConditionType
 from moejob_operator.actions import Kind
 from moejob_operator.planning.objects import CREATED_AT_ONCE
-from moejob_operator.validation import MOST_PODS, Validation, Validator, validation_of
+from moejob_operator.validation import MOST_PODS, Validation, Validator, validate_spec
 
 SEEDS = 100
 JOBS_OF_A_SEED = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 20
@@ -57,7 +57,7 @@ def looked_at(spec: dict[str, Any], status: dict[str, Any] | None) -> World:
 
 def small(spec: Spec) -> Validation:
     """The real answer; gangs that are too large for a fake cluster get a layout of one pod."""
-    found = validation_of(spec)
+    found = validate_spec(spec)
     if found.layout is None or found.layout.nodes <= FEW_PODS:
         return found
     return replace(found, layout=replace(found.layout, nodes=1), rollout=None)

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from moejob_api.problems import Rule
-from moejob_operator.admission.review import verdict
-from moejob_operator.installed import Installation, checks, lasting_problem
+from moejob_operator.admission.review import validate_raw_job
+from moejob_operator.installed import Installation, installation_checks, lasting_problem
 from stand_in_api import Answer, StandIn, refused, stand_in, stored
 
 READY, LEASE = "GET /readyz", "GET /apis/coordination.k8s.io/v1/namespaces/home/leases/moejob-operator"
@@ -39,7 +39,10 @@ def found(answers: Mapping[str, tuple[Answer, ...]], *, webhook: bool = True) ->
                 server.say(asked, *said)
             installation = Installation(url=server.url, namespace="team", own_namespace="home", webhook=webhook)
             until = asyncio.get_running_loop().time() + 1.5
-            made = {check.claim: await lasting_problem(check, until) for check in checks(installation, api, http)}
+            made = {
+                check.claim: await lasting_problem(check, until)
+                for check in installation_checks(installation, api, http)
+            }
             return {claim: problem for claim, problem in made.items() if problem is not None}, server
 
     return asyncio.run(story())
@@ -50,7 +53,7 @@ def test_of_an_installation_that_works_nothing_is_wrong_and_nothing_is_kept() ->
     assert problems == {}
     tried = [asked for asked in server.asked if asked.method != "GET"]
     assert [asked.query["dryRun"] for asked in tried] == ["All", "All"]
-    right, wrong = (verdict(asked.body) for asked in tried)
+    right, wrong = (validate_raw_job(asked.body) for asked in tried)
     assert (right.problems, right.warnings) == ((), ())
     assert Rule.HEADS in {problem.rule for problem in wrong.problems}
 
@@ -92,6 +95,6 @@ def test_an_operator_that_does_not_answer_is_not_ready() -> None:
     async def story() -> str | None:
         async with stand_in() as (_, api), aiohttp.ClientSession() as http:
             nobody = Installation(url="http://127.0.0.1:1", namespace="team", own_namespace="home")
-            return await lasting_problem(checks(nobody, api, http)[0], asyncio.get_running_loop().time())
+            return await lasting_problem(installation_checks(nobody, api, http)[0], asyncio.get_running_loop().time())
 
     assert "127.0.0.1" in (asyncio.run(story()) or "")

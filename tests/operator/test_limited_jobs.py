@@ -11,14 +11,14 @@ from fake_world import World
 from limit_cases import ALLOWED, BEYOND, Limited
 from moejob_api.job.status import ConditionType, Phase
 from moejob_api.rules.limits import JobLimits
-from moejob_operator.validation import Validator, validation_of
+from moejob_operator.validation import Validator, validate_spec
 
 LIMITS = JobLimits.model_validate(ALLOWED)
 
 
 def limited(limits: JobLimits, **sections: Any) -> World:
     """The world of a job under an operator with limits, after its first reconciles."""
-    world = World(validator=Validator(partial(validation_of, limits=limits)))
+    world = World(validator=Validator(partial(validate_spec, limits=limits)))
     world.apply(**sections)
     world.settle()
     return world
@@ -36,7 +36,7 @@ def test_a_limit_that_comes_later_stops_no_job() -> None:
     world = limited(JobLimits(), resources={"gpusPerNode": 1, "serviceAccount": "admin"})
     world.run()
     world.settle()
-    world.validator = Validator(partial(validation_of, limits=LIMITS))
+    world.validator = Validator(partial(validate_spec, limits=LIMITS))
     world.settle()
     assert world.status.phase is Phase.RUNNING
     assert world.names() == ["0-0", "0-1"]

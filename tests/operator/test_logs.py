@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moejob_operator.cluster import JobKey
-from moejob_operator.logs import Log, LogFormat, configure
+from moejob_operator.logs import Log, LogFormat, configure_logs
 
 log = Log("moejob_operator.test")
 
@@ -27,7 +27,7 @@ def root() -> Iterator[logging.Logger]:
 
 def lines(form: LogFormat = LogFormat.JSON, level: str = "INFO") -> io.StringIO:
     stream = io.StringIO()
-    configure(level, form, stream)
+    configure_logs(level, form, stream)
     return stream
 
 
@@ -93,7 +93,7 @@ def test_a_person_reads_text() -> None:
 @pytest.mark.usefixtures("root")
 def test_a_denied_job_is_no_error_of_the_operator() -> None:
     stream = io.StringIO()
-    configure("INFO", LogFormat.JSON, stream)
+    configure_logs("INFO", LogFormat.JSON, stream)
     logging.getLogger("kopf.objects").error("Webhook 'validate' failed permanently: spec: no")
     logging.getLogger("kopf.objects").error("Handler 'job_event' failed with an exception")
     levels = [json.loads(line)["level"] for line in stream.getvalue().splitlines()]

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_cluster import Body, FakeCluster, unavailable
 from fake_world import World
-from moejob_api.contract.pods import ExitCode, Label, LastWord, Outcome, Role
+from moejob_api.contract.pods import ExitCode, Label, PodOutcome, PodRole, TerminationMessage
 from moejob_api.job.status import Phase, Status
-from moejob_operator.actions import Kind, Ref
+from moejob_operator.actions import Kind, ObjectReference
 from moejob_operator.cluster import Raw, Retryable
-from moejob_operator.observed.jobs import status as read_status
+from moejob_operator.observed.jobs import read_status
 from scenarios import GRPO, assert_all_time_is_told
 
 LONG_SECONDS = 400.0
@@ -38,7 +38,7 @@ class WatchedCluster(FakeCluster):
     interloper: bool = False
     failed_for: list[str] = field(default_factory=list)
 
-    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+    async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
         there = self.objects.get((ref.kind, ref.namespace, ref.name))
         if ref.kind is Kind.POD and there is not None and there["metadata"]["uid"] == ref.uid:
             assert self._may_go(there), f"{ref.name} did nothing wrong and was deleted"
@@ -67,7 +67,7 @@ class WatchedCluster(FakeCluster):
         is_suspended = self._job["spec"].get("lifecycle", {}).get("suspend", False)
         if is_over or is_suspended or "deletionTimestamp" in pod["metadata"]:
             return True
-        if labels[Label.ROLE] == Role.ROLLOUT:
+        if labels[Label.ROLE] == PodRole.ROLLOUT:
             return pod["status"]["phase"] in ("Failed", "Succeeded")
         answered = {entry.uid for entry in status.restarts.ladder.replacing}
         return int(labels[Label.ATTEMPT]) < status.attempt or pod["metadata"]["uid"] in answered
@@ -84,7 +84,9 @@ class WatchedCluster(FakeCluster):
             assert after.phase is before.phase, "a finished job came back"
         if after.phase is Phase.SUCCEEDED:
             gang = [
-                pod for pod in self.pods(Role.TRAINER) if pod["metadata"]["labels"][Label.ATTEMPT] == str(after.attempt)
+                pod
+                for pod in self.pods(PodRole.TRAINER)
+                if pod["metadata"]["labels"][Label.ATTEMPT] == str(after.attempt)
             ]
             ended = [pod["status"]["phase"] for pod in gang]
             assert ended == ["Succeeded"] * len(gang), "a job succeeded with ranks that had not"
@@ -179,7 +181,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def a_pod_loses_its_peers(self, data: st.DataObject) -> None:
-        self.world.end(data.draw(st.sampled_from(self.running())), 1, LastWord(outcome=Outcome.LOST_PEERS))
+        self.world.end(data.draw(st.sampled_from(self.running())), 1, TerminationMessage(outcome=PodOutcome.LOST_PEERS))
         self.cluster.counted_ends += 1
 
     @precondition(lambda self: self.running())
@@ -193,10 +195,10 @@ class Lives(RuleBasedStateMachine):
     def a_pod_is_evicted(self, data: st.DataObject) -> None:
         self.world.evict(data.draw(st.sampled_from(self.running())))
 
-    @precondition(lambda self: self.running(Role.ROLLOUT))
+    @precondition(lambda self: self.running(PodRole.ROLLOUT))
     @rule(data=st.data())
     def an_engine_is_evicted(self, data: st.DataObject) -> None:
-        self.world.evict(data.draw(st.sampled_from(self.running(Role.ROLLOUT))), Role.ROLLOUT)
+        self.world.evict(data.draw(st.sampled_from(self.running(PodRole.ROLLOUT))), PodRole.ROLLOUT)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
@@ -223,7 +225,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def no_pod_is_ahead_of_the_status(self) -> None:
-        attempts = [int(pod["metadata"]["labels"][Label.ATTEMPT]) for pod in self.cluster.pods(Role.TRAINER)]
+        attempts = [int(pod["metadata"]["labels"][Label.ATTEMPT]) for pod in self.cluster.pods(PodRole.TRAINER)]
         assert max(attempts, default=0) <= self.world.status.attempt
 
     @invariant()
@@ -274,7 +276,7 @@ class Lives(RuleBasedStateMachine):
     def pods(self) -> list[Body]:
         return list(self.cluster.pods())
 
-    def running(self, role: Role = Role.TRAINER) -> list[int]:
+    def running(self, role: PodRole = PodRole.TRAINER) -> list[int]:
         return [
             int(pod["metadata"]["labels"][Label.INDEX])
             for pod in self.cluster.pods(role)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from fake_world import World
-from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import ExitCode, PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.children.gangs import GangApi
 from scenarios import SCENARIOS, Scenario, live
@@ -57,7 +57,7 @@ def test_what_pods_saved_while_they_were_stopped_is_told() -> None:
     world.reconcile()
     world.reconcile()
     run = RunProgress(step=7, last_checkpoint_step=7)
-    world.end_all(ExitCode.SAVED_AND_STOPPED, LastWord(outcome=Outcome.PREEMPTED, run=run))
+    world.end_all(ExitCode.SAVED_AND_STOPPED, TerminationMessage(outcome=PodOutcome.PREEMPTED, run=run))
     world.settle()
     assert (world.status.phase, world.names()) == (Phase.SUSPENDED, [])
     assert world.message(ConditionType.CHECKPOINTED) == "step 7 is saved"

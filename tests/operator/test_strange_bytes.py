@@ -21,33 +21,33 @@ from connections import SentConnection
 from fuzzing import GROWTH_MIB, damaged, drawn
 from moejob_api.contract.pods import (
     TERMINATION_BYTES,
-    LastWord,
-    Outcome,
+    PodOutcome,
     PodProgress,
+    PodRole,
     RankFault,
     ReportedHeartbeat,
-    Role,
     RunProgress,
-    printable,
+    TerminationMessage,
+    printable_text,
 )
 from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_cli.running.steps import StepLog, tokens_per_second
 from moejob_operator.admission.listener import BoundedServer, ListenerLimits
 from moejob_operator.admission.review import HANDLER, PATH
-from moejob_operator.admission.server import AdmissionServer, NotAReview, read_review
-from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
+from moejob_operator.admission.server import AdmissionServer, InvalidReview, read_review
+from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, MutePod, parse_progress, read_response_body
 from moejob_operator.observed.ownership import PodPlace
-from moejob_operator.observed.pods import pod
+from moejob_operator.observed.pods import read_pod
 from moejob_operator.runtime import health
 from moejob_operator.runtime.metrics import Metrics
 
 COMMIT = HubCommit(kind=RepositoryKind.MODEL, name="team/tiny", commit="a" * 40)
 RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5, hub_commits=(COMMIT,))
-FAULT = RankFault(outcome=Outcome.RANK_FAILED, message="CUDA error", rank=1, exit_code=-9)
+FAULT = RankFault(outcome=PodOutcome.RANK_FAILED, message="CUDA error", rank=1, exit_code=-9)
 PROGRESS = PodProgress(
     attempt=1, index=0, fault=FAULT, ranks=(ReportedHeartbeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN
 )
-WORD = LastWord(outcome=Outcome.COMPLETED, message="done", rank=0, exit_code=0, run=RUN, fault=FAULT)
+WORD = TerminationMessage(outcome=PodOutcome.COMPLETED, message="done", rank=0, exit_code=0, run=RUN, fault=FAULT)
 REVIEW: Mapping[str, Any] = {
     "apiVersion": "admission.k8s.io/v1",
     "kind": "AdmissionReview",
@@ -61,7 +61,7 @@ REVIEW: Mapping[str, Any] = {
 }
 
 
-def as_json(model: PodProgress | LastWord) -> bytes:
+def as_json(model: PodProgress | TerminationMessage) -> bytes:
     return model.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
@@ -85,10 +85,10 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
             reader.feed_data(damaged(draw, answers) * draw.choice((1, 1, 1, 100)))
             reader.feed_eof()
             try:
-                content = await answered(reader)
+                content = await read_response_body(reader)
                 assert len(content) <= PROGRESS_BYTES
-                found = parsed(content)
-            except Mute:
+                found = parse_progress(content)
+            except MutePod:
                 continue
             count += 1
             assert len(as_json(found)) < 2 * PROGRESS_BYTES
@@ -98,15 +98,15 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
 
 
 def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal() -> None:
-    place, read = PodPlace(Role.TRAINER, 0, 0), 0
+    place, read = PodPlace(PodRole.TRAINER, 0, 0), 0
     for draw in drawn():
         message = damaged(draw, [as_json(WORD)]).decode(errors="replace")
         terminated = {"exitCode": draw.choice((0, 1, None, "1")), "message": message, "finishedAt": message[:30]}
-        ended = pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, place).ended
+        ended = read_pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, place).ended
         assert ended is not None
-        assert printable(ended.message) == ended.message
+        assert printable_text(ended.message) == ended.message
         assert len(ended.message) <= TERMINATION_BYTES
-        read += ended.word is not None
+        read += ended.termination is not None
     assert read > 0
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_review_is_refused_or_is_one_of_a_job() -> None:
     for draw in drawn():
         try:
             found = read_review(damaged(draw, [json.dumps(REVIEW).encode()]))
-        except NotAReview:
+        except InvalidReview:
             continue
         read += 1
         for name in ("object", "oldObject"):
@@ -139,7 +139,7 @@ def test_lines_of_a_step_log_are_read_or_passed_over(tmp_path: Path) -> None:
 
 
 class _NoMetrics:
-    def reviewed(self, answer: str, seconds: float) -> None: ...
+    def count_review(self, answer: str, seconds: float) -> None: ...
 
 
 async def allowed(request: Any, **asked: object) -> Any:
@@ -151,11 +151,11 @@ async def allowed(request: Any, **asked: object) -> Any:
 async def webhook() -> web.Server:
     server = AdmissionServer(ssl.create_default_context(), asyncio.Event(), 0, _NoMetrics())
     # Behind TLS, which is OpenSSL's to test.
-    return BoundedServer(lambda request: server._handle(request, allowed), ListenerLimits())  # noqa: SLF001
+    return BoundedServer(lambda request: server._handle_request(request, allowed), ListenerLimits())  # noqa: SLF001
 
 
 async def served_health() -> web.Server:
-    return BoundedServer(health.answers(Metrics(), dict, dict), health.LIMITS)
+    return BoundedServer(health.health_handler(Metrics(), dict, dict), health.LIMITS)
 
 
 SENT = json.dumps(REVIEW).encode()

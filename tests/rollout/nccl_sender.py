@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupNCCL
 
-from moejob_api.contract.group_rendezvous import arrive
+from moejob_api.contract.group_rendezvous import join_rendezvous
 from rollout.doors import opened
 
 
@@ -18,7 +18,7 @@ def main(key: str, name: str, size: int, buckets: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     print(opened(bytes.fromhex(key), store.port), flush=True)  # noqa: T201
     named = PrefixStore(name, store)
-    arrive(named, 2, timedelta(minutes=2))
+    join_rendezvous(named, 2, timedelta(minutes=2))
     group = ProcessGroupNCCL(named, 0, 2, ProcessGroupNCCL.Options())
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract.pods import Role
+from moejob_api.contract.pods import PodRole
 from moejob_api.job import Spec
-from moejob_rollout.arguments import arguments, threads
+from moejob_rollout.arguments import server_arguments, thread_variables
 from moejob_rollout.engine import EngineEnvironment
 
 CONFIG = {"max_position_embeddings": 4096}
@@ -30,13 +30,13 @@ def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[
     }
     engine = EngineEnvironment(
         spec=Spec.model_validate_json(json.dumps(spec)),
-        role=Role.ROLLOUT,
+        role=PodRole.ROLLOUT,
         index=0,
         host="127.0.0.1",
         run_folder=Path("/run"),
         rollout_urls=("http://127.0.0.1:8000",),
     )
-    lines = arguments(engine, Path("/model"), CONFIG)
+    lines = server_arguments(engine, Path("/model"), CONFIG)
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
@@ -67,7 +67,7 @@ def test_the_only_worker_on_a_cpu_is_no_process_of_its_own(tensor: int, is_alone
     ],
 )
 def test_each_worker_on_a_cpu_has_cores_of_its_own_as_far_as_there_are(tensor: int, bound: dict[str, str]) -> None:
-    assert threads((0, 2, 5), tensor) == bound
+    assert thread_variables((0, 2, 5), tensor) == bound
 
 
 @pytest.mark.parametrize(("placement", "sleeps"), [("Colocated", True), ("Separate", False)])

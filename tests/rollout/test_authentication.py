@@ -64,18 +64,18 @@ def test_a_first_token_that_fails_is_asked_for_again_after_a_while_and_not_by_ea
 
     async def asked(now: float) -> int:
         for _ in range(20):
-            first.ask(client, now)
+            first.request_token(client, now)
             await asyncio.sleep(0)
         while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return client.asked
 
     async def story() -> None:
-        assert (await asked(1.0), first.is_there) == (1, False)
+        assert (await asked(1.0), first.is_generated) == (1, False)
         assert await asked(1.0 + AGAIN_SECONDS / 2) == 1
         assert await asked(1.0 + AGAIN_SECONDS) == 2
         client.failing = None
-        assert (await asked(2.0 + 2 * AGAIN_SECONDS), first.is_there) == (3, True)
+        assert (await asked(2.0 + 2 * AGAIN_SECONDS), first.is_generated) == (3, True)
         assert await asked(3.0 + 3 * AGAIN_SECONDS) == 3
 
     asyncio.run(story())

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES
 from moejob_api.contract.pods import engine_key, weights_key
-from moejob_rollout.transfer.channel import Unproven, carried
+from moejob_rollout.transfer.channel import UnprovenPeer, open_carrier
 from rollout.doors import opened
 
 KEY = weights_key("secret")
@@ -28,14 +28,14 @@ def store() -> TCPStore:
 
 
 def test_a_store_is_reached_after_both_have_proved_the_key(store: TCPStore) -> None:
-    port = carried(LOOPBACK, opened(KEY, store.port), KEY, ignored)
+    port = open_carrier(LOOPBACK, opened(KEY, store.port), KEY, ignored)
     reached = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(minutes=5))
     store.set("a", "b")
     assert reached.get("a") == b"b"
 
 
 def test_one_connection_is_carried_and_none_after_it(store: TCPStore) -> None:
-    port = carried(LOOPBACK, opened(KEY, store.port), KEY, ignored)
+    port = open_carrier(LOOPBACK, opened(KEY, store.port), KEY, ignored)
     reached = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(minutes=5))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, port), timeout=60)
@@ -52,16 +52,16 @@ def test_one_connection_is_carried_and_none_after_it(store: TCPStore) -> None:
     ],
 )
 def test_a_worker_does_not_join_a_rank_0_with_another_key(store: TCPStore, key: bytes) -> None:
-    with pytest.raises(Unproven, match="do not know one key"):
-        carried(LOOPBACK, opened(key, store.port), KEY, ignored)
+    with pytest.raises(UnprovenPeer, match="do not know one key"):
+        open_carrier(LOOPBACK, opened(key, store.port), KEY, ignored)
 
 
 def test_a_server_that_repeats_what_it_was_sent_is_not_believed() -> None:
     with socket.create_server((LOOPBACK, 0)) as mirror, ThreadPoolExecutor() as threads:
-        answer = threads.submit(carried, LOOPBACK, mirror.getsockname()[1], KEY, ignored)
+        answer = threads.submit(open_carrier, LOOPBACK, mirror.getsockname()[1], KEY, ignored)
         with mirror.accept()[0] as peer:
             peer.sendall(b"\0" * NONCE_BYTES)
             said = peer.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
             peer.sendall(said[NONCE_BYTES:])
-            with pytest.raises(Unproven, match="its proof is wrong"):
+            with pytest.raises(UnprovenPeer, match="its proof is wrong"):
                 answer.result(timeout=60)

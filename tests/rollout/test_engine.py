@@ -26,7 +26,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine
 from moejob_api.contract.engines import CLIENT_IDLE_SECONDS, SERVER_IDLE_SECONDS
-from moejob_api.contract.group_rendezvous import arrive, give_up
+from moejob_api.contract.group_rendezvous import cancel_rendezvous, join_rendezvous
 from moejob_api.contract.pods import HttpPath, engine_key, weights_key
 from moejob_rollout.listener import HEAD_BYTES
 from ports import free_port
@@ -292,7 +292,7 @@ def test_a_worker_that_could_not_join_lets_the_others_wait_no_longer(two_workers
         one_only = _where(opened(weights_key(SECRET), store.port, most=1), workers=2)
         reply = two_workers.post("/init_weight_transfer_engine", {"init_info": one_only})
         assert (reply.status, "do not know one key" in str(reply.body)) == (500, True)
-        give_up(PrefixStore("weights", store), "rank 0 has left")
+        cancel_rendezvous(PrefixStore("weights", store), "rank 0 has left")
         # Answered once both workers have done all that was asked before.
         _break_off(two_workers)
     assert "RankMissing: rank 0 has left" in two_workers.log
@@ -370,7 +370,7 @@ def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
     joining = threading.Thread(target=engine.must, args=("/init_weight_transfer_engine", {"init_info": where}))
     joining.start()
     named = PrefixStore("weights", store)
-    arrive(named, world, timedelta(minutes=5))
+    join_rendezvous(named, world, timedelta(minutes=5))
     group = ProcessGroupGloo(named, 0, world, timedelta(minutes=5))
     _send(group, torch.zeros(1, dtype=torch.uint8))
     joining.join()

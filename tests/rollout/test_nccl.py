@@ -19,7 +19,7 @@ from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import Environment, weights_key
 from moejob_rollout.transfer.broadcast import BroadcastInit, BroadcastUpdate, NcclTransfer
 from moejob_rollout.transfer.presence import TrainerGoneError
-from moejob_rollout.transfer.stacks import Stack, WholeStacks
+from moejob_rollout.transfer.stacks import ExpertStack, StackBuilder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,10 +38,10 @@ class Receiver(NcclTransfer):
         # The rest is vLLM's, and speaks of models.
         self.device = torch.device("cuda", 1)
         self.parallel_config = SimpleNamespace(rank=0)
-        self.stacks = WholeStacks()
+        self.stacks = StackBuilder()
         self.loaded: list[Tensor] = []
 
-    def load_bucket(self, tensors: Iterable[tuple[str | Stack, Tensor]]) -> None:
+    def load_bucket(self, tensors: Iterable[tuple[str | ExpertStack, Tensor]]) -> None:
         self.loaded += [tensor.cpu() for _, tensor in tensors]
 
 

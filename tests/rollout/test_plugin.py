@@ -16,7 +16,7 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from moejob_rollout.plugin import register
-from moejob_rollout.worker_replies import Replies
+from moejob_rollout.worker_replies import WorkerReplies
 
 DONE, FAILED = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 
@@ -64,7 +64,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self._queues = [deque[tuple[Any, Any]]() for _ in range(count)]
         self.executor = MultiprocExecutor.__new__(MultiprocExecutor)
-        replies = [Replies(_Queue(queue)) for queue in self._queues]
+        replies = [WorkerReplies(_Queue(queue)) for queue in self._queues]
         vars(self.executor).update(
             is_failed=False, rpc_broadcast_mq=_Queue(deque()), response_mqs=replies, futures_queue=deque()
         )

@@ -18,8 +18,8 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import weights_key
-from moejob_rollout.transfer.channel import carried
-from moejob_rollout.transfer.presence import Presence, TrainerGoneError
+from moejob_rollout.transfer.channel import open_carrier
+from moejob_rollout.transfer.presence import TrainerGoneError, TrainerPresence
 
 KEY = weights_key("secret")
 SENDER = Path(__file__).with_name("dying_sender.py")
@@ -28,25 +28,25 @@ TRIES = 20
 
 
 @contextmanager
-def joined(most: int) -> Iterator[tuple[ProcessGroupGloo, Presence]]:
+def joined(most: int) -> Iterator[tuple[ProcessGroupGloo, TrainerPresence]]:
     """The group of a sender that dies when this much has arrived, as a worker joins it."""
     command = [sys.executable, str(SENDER), KEY.hex(), str(SIZE), str(most)]
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as sender:
         assert sender.stdout is not None
-        presence = Presence()
-        port = carried(LOOPBACK, int(sender.stdout.readline()), KEY, presence.end)
+        presence = TrainerPresence()
+        port = open_carrier(LOOPBACK, int(sender.stdout.readline()), KEY, presence.mark_gone)
         store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
         group = ProcessGroupGloo(store, 1, 2, timedelta(minutes=5))
         yield group, presence
         sender.kill()
 
 
-def receive(group: ProcessGroupGloo, presence: Presence) -> Tensor:
+def receive(group: ProcessGroupGloo, presence: TrainerPresence) -> Tensor:
     bucket = torch.zeros(SIZE, dtype=torch.uint8)
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    presence.wait_for(lambda: group.broadcast([bucket], options).wait())  # type: ignore[attr-defined]  # untyped
+    presence.wait_for_message(lambda: group.broadcast([bucket], options).wait())  # type: ignore[attr-defined]  # untyped
     return bucket
 
 
@@ -75,6 +75,6 @@ def end_of_message(most: int) -> str | None:
 
 def test_nothing_is_awaited_of_a_trainer_that_has_left() -> None:
     with joined(most=SIZE) as (group, presence):
-        presence.end()
+        presence.mark_gone()
         with pytest.raises(TrainerGoneError):
             receive(group, presence)

@@ -15,7 +15,7 @@ from engines import Engine
 from moejob_api.contract.pods import HttpPath
 from moejob_api.contract.weight_checksums import page_checksums
 from moejob_rollout.transfer.broadcast import BroadcastUpdate
-from moejob_rollout.transfer.buckets import changed_tensors, size_bytes
+from moejob_rollout.transfer.buckets import bucket_bytes, changed_tensors
 from rollout.references import model, published, without
 
 Start = Callable[..., Engine]
@@ -88,7 +88,7 @@ BUCKET = BroadcastUpdate(
 def test_one_bit_of_a_bucket_is_seen_and_the_tensors_of_its_page_are_named(
     place: int, bit: int, names: list[str]
 ) -> None:
-    bucket = torch.randint(0, 256, (size_bytes(BUCKET),), dtype=torch.uint8)
+    bucket = torch.randint(0, 256, (bucket_bytes(BUCKET),), dtype=torch.uint8)
     sums = [page_checksums(part, torch.int64) for part in bucket.split(BUCKET.part_bytes)]
     update = replace(BUCKET, checksums=sums)
     assert changed_tensors(bucket, update) == []

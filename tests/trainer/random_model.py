@@ -37,7 +37,7 @@ def write(folder: Path) -> None:
     torch.manual_seed(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
     model.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from builders import merged, spec
 from moejob_api.contract.pods import Environment
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from ports import free_port
@@ -132,7 +132,7 @@ class Runs:
     ) -> Started:
         """Starts all ranks of a job whose spec is TINY with these sections laid over it, after a function of LIMITS."""
         described = spec(**merged(TINY, sections))
-        ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
+        ranks = derive_layout(described.parallelism, described.resources.gpus_per_node).gpus
         folder = self.volume / job
         folder.mkdir(parents=True, exist_ok=True)
         secret = (environ or {}).get(Environment.SECRET, "")

@@ -25,11 +25,11 @@ from builders import merged, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job.training import RecomputeModule
-from moejob_api.layout.sizes import gpus
+from moejob_api.layout.sizes import count_gpus
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.models.trainable import UNTRAINED_FAMILIES
-from moejob_api.planner.plan import plan
+from moejob_api.planner.plan import plan_job
 from moejob_api.rules import layout_problems
 from moejob_trainer.data import tiny
 from trainer.parity.cells import MODELS
@@ -63,11 +63,11 @@ class Job:
 
     def is_accepted(self) -> bool:
         job = spec(**merged(TINY, self.with_source("/models/drawn")))
-        if gpus(job.parallelism) > MOST_RANKS:
+        if count_gpus(job.parallelism) > MOST_RANKS:
             return False
         shape = trained_shape(shape_of(self.config(), "config.json"), job)
         # First the part that costs nothing: the plan of a job that is refused looks for others.
-        return not layout_problems(job, shape) and plan(job, shape).accepted
+        return not layout_problems(job, shape) and plan_job(job, shape).is_accepted
 
 
 def _section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Drawn]:
@@ -188,7 +188,7 @@ def model_folder(job: Job, volume: Path) -> Path:
     if not folder.exists():
         torch.manual_seed(7)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.config())).save_pretrained(folder)
-        tiny.tokenizer().save_pretrained(folder)
+        tiny.build_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from model_configs import config as small_config
 from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
-from moejob_trainer.checkpoints import Found, latest
-from moejob_trainer.checkpoints.verification import checked
+from moejob_trainer.checkpoints import GoodCheckpoint, find_latest_checkpoint
+from moejob_trainer.checkpoints.verification import verify_checkpoint
 from moejob_trainer.data import tiny
 from trainer.runs import Runs
 from trainer.training_data import chat, jsonl
@@ -56,7 +56,7 @@ def _published(spoil: Callable[[Path], None]) -> Make:
         folder = volume / "published"
         settings = small_config(Family.QWEN3_MOE, vocab_size=512, initializer_range=0.1)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(folder)
-        tiny.tokenizer().save_pretrained(folder)
+        tiny.build_tokenizer().save_pretrained(folder)
         spoil(folder)
         return {"model": {"source": str(folder)}}
 
@@ -193,8 +193,8 @@ def test_a_bad_run_says_why_in_one_line_and_loses_nothing(another: Runs, name: s
     started = another.start(**{"attempt": 2, **(bad.settings or {}), **sections})
     assert started.codes() == [ExitCode.BAD_CONFIGURATION], started.said()
     assert re.search(bad.says, started.last_line()), started.said()
-    kept = checked(another.volume / "job" / "checkpoints" / "step-2.1.0")
-    assert isinstance(kept, Found), kept
+    kept = verify_checkpoint(another.volume / "job" / "checkpoints" / "step-2.1.0")
+    assert isinstance(kept, GoodCheckpoint), kept
 
 
 @pytest.mark.slow
@@ -208,6 +208,6 @@ def test_a_run_that_diverges_says_so_and_saves_nothing_of_it(another: Runs) -> N
     assert re.search(said, started.last_line()), started.said()
     lines = [json.loads(line) for line in (started.folder / "steps.jsonl").read_text().splitlines()]
     assert [line["applied"] for line in lines][-3:] == [True, False, False]
-    found = latest(started.folder / "checkpoints").found
+    found = find_latest_checkpoint(started.folder / "checkpoints").checkpoint
     assert found is not None
     assert found.folder.step == lines[-3]["step"]

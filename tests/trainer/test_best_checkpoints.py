@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moejob_trainer.checkpoint_export.run import BEST, stored_run
-from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import BEST, read_stored_run
+from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
-from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.checkpoints.names import parse_step_folder
 from trainer.held_out_loss import held_out_loss
 from trainer.runs import Runs, Started, eventually
 
@@ -73,7 +73,7 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_run_exports(layout: str, ru
     assert evaluations(run) == {"step-2": EvaluationFacts(measure="evalLoss", value=losses[1]), "step-5": None}
     # Transformers makes of the export what the run made of the weights of its second step.
     assert held_out_loss(run.folder / "export", evaluated(run)) == pytest.approx(losses[1], rel=1e-5)
-    assert "step 2" in export_run(stored_run(run.folder, BEST), Wanted(tmp_path / "out"))
+    assert "step 2" in export_run(read_stored_run(run.folder, BEST), ExportOptions(tmp_path / "out"))
     exported, expected = (_tensors(folder) for folder in (tmp_path / "out", run.folder / "export"))
     assert exported.keys() == expected.keys()
     assert [name for name, one in expected.items() if not torch.equal(exported[name], one)] == []
@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_keeps_the_best_that_it_had(runs: Runs) -> None:
 
     def has_saved_more() -> bool:
         assert run.is_running(), run.said()
-        found = [step_folder(path.parent.name) for path in run.folder.glob("checkpoints/*/complete.json")]
+        found = [parse_step_folder(path.parent.name) for path in run.folder.glob("checkpoints/*/complete.json")]
         return any(folder is not None and folder.step >= 4 for folder in found)
 
     eventually(has_saved_more, "the checkpoint of step 4")
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_keeps_the_best_that_it_had(runs: Runs) -> None:
         f"step-{done + 2}": None,
     }
     # What was known before shows from the first step on.
-    shown = resumed.board.run()
+    shown = resumed.board.read_run()
     assert shown is not None
     assert (shown.measures["bestStep"], shown.measures["bestScore"]) == (2, best)
 
@@ -143,13 +143,13 @@ def test_a_run_that_no_longer_improves_ends_well_and_exports(keep_best: int | No
     assert held_out_loss(run.folder / "export", evaluated(run)) == pytest.approx(
         told[exported - 1]["evalLoss"], rel=1e-5
     )
-    shown = run.board.run()
+    shown = run.board.read_run()
     assert shown is not None
     assert (shown.step, shown.total_steps, shown.last_checkpoint_step, shown.measures["stoppedEarly"]) == (4, 4, 4, 1)
     # What is over stays over, however often it is started.
     again = runs.finished(attempt=2, **job, parallelism={"pipeline": 2})
     assert len(lines(again)) == 4
-    shown = again.board.run()
+    shown = again.board.read_run()
     assert shown is not None
     assert (shown.step, shown.total_steps, shown.measures["stoppedEarly"]) == (4, 4, 1)
 

@@ -78,7 +78,7 @@ def test_answers_are_scored_shown_and_those_of_the_export(runs: Runs, tmp_path: 
     assert all("evalLoss" in line for line in lines)
     assert [one["answer"] for one in told[1]] == [generated(run.folder / "export", prompt) for prompt in asked[:3]]
     assert any(one["answer"] for one in told[1])
-    shown = run.board.run()
+    shown = run.board.read_run()
     assert shown is not None
     assert shown.measures["evalMean@1"] == lines[1]["evalMean@1"]
 

@@ -82,7 +82,7 @@ def test_adapters_on_weights_that_another_job_trained_are_not_held_against_the_p
     folder = runs.volume / "published"
     settings = small_config(Family.QWEN3_MOE, vocab_size=512, initializer_range=0.1)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
     sections: dict[str, Any] = {"model": {"source": str(folder), "dtype": "float32"}}
     training, saving = {"maxSteps": 2, "optimizer": RATE}, {"exportHuggingFace": True, "async": False}
     runs.finished("whole", **sections, training=training, checkpoint=saving)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moejob_trainer.checkpoints import VerificationDepth, latest
-from moejob_trainer.checkpoints.names import MARKER, step_folder
+from moejob_trainer.checkpoints import VerificationDepth, find_latest_checkpoint
+from moejob_trainer.checkpoints.names import MARKER, parse_step_folder
 from trainer import random_model
 from trainer.runs import Runs, Started, Step, eventually, steps
 
@@ -46,7 +46,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
         run.kill()
         assert _of_attempt(run, attempt)[0].step == newest + 1
         # What is on the disk is looked at with other eyes than those of the next attempt.
-        found = latest(run.folder / "checkpoints", VerificationDepth.HASHES).found
+        found = find_latest_checkpoint(run.folder / "checkpoints", VerificationDepth.HASHES).checkpoint
         assert found is not None
         assert found.folder.step >= newest + 2
         newest = found.folder.step
@@ -60,17 +60,17 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
 def test_a_flipped_byte_in_any_file_is_found_and_the_older_checkpoint_taken(runs: Runs) -> None:
     run = runs.finished(**TWO_RANKS)
     checkpoints = run.folder / "checkpoints"
-    search = latest(checkpoints)
-    assert search.found is not None
-    assert search.found.folder.step == 3
-    files = [path for path in sorted(search.found.path.iterdir()) if path.name != MARKER]
+    search = find_latest_checkpoint(checkpoints)
+    assert search.checkpoint is not None
+    assert search.checkpoint.folder.step == 3
+    files = [path for path in sorted(search.checkpoint.path.iterdir()) if path.name != MARKER]
     assert len(files) == 4
     for path in files:
         with _one_byte_flipped(path):
-            damaged = latest(checkpoints)
-        assert damaged.found is not None, path.name
-        assert damaged.found.folder.step == 2, path.name
-        assert [refusal.folder.step for refusal in damaged.refused] == [3]
+            damaged = find_latest_checkpoint(checkpoints)
+        assert damaged.checkpoint is not None, path.name
+        assert damaged.checkpoint.folder.step == 2, path.name
+        assert [refusal.folder.step for refusal in damaged.refusals] == [3]
     _flip(files[-1])
     runs.finished(attempt=2, **TWO_RANKS, training={"maxSteps": 5})
     assert [step.step for step in _of_attempt(run, 2)] == [3, 4, 5]
@@ -135,7 +135,7 @@ def test_a_run_ends_with_the_word_that_its_last_step_is_saved(runs: Runs) -> Non
     # Nothing is saved before the end, and that in the background.
     run = runs.finished(**TWO_RANKS, checkpoint={"everySteps": 1000, "async": True})
     again = runs.finished(attempt=2, **TWO_RANKS)
-    for told in (run.board.run(), again.board.run()):
+    for told in (run.board.read_run(), again.board.read_run()):
         assert told is not None
         assert (told.step, told.total_steps, told.last_checkpoint_step) == (3, 3, 3)
     assert len(steps(run.folder)) == 3
@@ -147,7 +147,7 @@ def test_a_run_ends_with_the_word_that_its_last_step_is_saved(runs: Runs) -> Non
 def _has_saved(run: Started, step: int) -> None:
     def look() -> bool:
         assert run.is_running(), run.said()
-        complete = (step_folder(path.parent.name) for path in run.folder.glob(f"checkpoints/*/{MARKER}"))
+        complete = (parse_step_folder(path.parent.name) for path in run.folder.glob(f"checkpoints/*/{MARKER}"))
         return any(folder is not None and folder.step >= step for folder in complete)
 
     eventually(look, f"the checkpoint of step {step}")

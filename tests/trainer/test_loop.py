@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from moejob_trainer.loop import LoopOutcome, Run, train
-from moejob_trainer.training import Loss, LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
+from moejob_trainer.loop import LoopOutcome, TrainingRun, run_training_loop
+from moejob_trainer.training import LossFunction, LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 
 
 @dataclass
@@ -39,7 +39,7 @@ class World:
     def save(self, step: int) -> None:
         self.saved.append(step)
 
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         return self.done == self.stopped_at
 
     def is_among_best(self, step: int) -> bool:
@@ -62,21 +62,21 @@ class World:
     def begin_step(self, step: int) -> None:
         self.steps.append(step)
 
-    def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> UpdateResult:  # noqa: ARG002
         self.done += 1
         return UpdateResult(0.0, 0.0, 0.0, 0, is_applied=self.done not in self.skipped)
 
-    def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
+    def evaluate(self, batches: Sequence[MicroBatch], loss: LossFunction) -> UpdateResult:  # noqa: ARG002
         raise AssertionError("nothing is evaluated")
 
-    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:  # noqa: ARG002
+    def compute_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:  # noqa: ARG002
         raise AssertionError("nobody asks")
 
-    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+    def compute_reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """Nothing: no objective asks."""
         raise NotImplementedError
 
-    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
+    def export_weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
         raise AssertionError("nobody asks")
 
 
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[World, LoopOutcome, list[int]]] = {
 def test_the_loop_saves(name: str) -> None:
     world, outcome, saved = CASES[name]
     reported: list[int] = []
-    run = Run(
+    run = TrainingRun(
         engine=world,
         objective=world,
         checkpoints=world,
@@ -128,7 +128,7 @@ def test_the_loop_saves(name: str) -> None:
         is_among_best=world.is_among_best,
         is_over=world.is_over,
     )
-    assert (train(run), world.saved) == (outcome, saved)
+    assert (run_training_loop(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]
     # Counted by the loop, from what was restored: the engine's updates do not say how far the schedule is.
     assert world.steps == [step - 1 for step in reported]

@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     FurtherReference(Family.DEEPSEEK_V3, vocab_size=512).save(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

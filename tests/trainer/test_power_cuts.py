@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from block_images import FileSystem, Image, image
-from moejob_trainer.checkpoints import latest
+from moejob_trainer.checkpoints import find_latest_checkpoint
 from moejob_trainer.checkpoints.names import MARKER
 from trainer.runs import Runs, Started, eventually, steps
 
@@ -130,7 +130,7 @@ def _empty_files(run: Path) -> list[str]:
 
 def _require_lines(run: Path) -> None:
     """Require the lines of all steps that the newest checkpoint stands for."""
-    found = latest(run / "checkpoints").found
+    found = find_latest_checkpoint(run / "checkpoints").checkpoint
     if found is not None:
         # Behind them half a line may lie, or zeros.
         lines = (run / "steps.jsonl").read_bytes().splitlines()[: found.folder.step]

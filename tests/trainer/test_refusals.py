@@ -23,9 +23,9 @@ from moejob_api.documents.reading import parse_job
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.models.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
-from moejob_api.planner.plan import plan
+from moejob_api.planner.plan import plan_job
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.adapters import adapter_table
+from moejob_trainer.conversion.adapters import build_adapter_table
 from moejob_trainer.conversion.families import ROWS
 
 SOURCES = Path(moejob_trainer.__file__).parent
@@ -48,7 +48,7 @@ class Job:
             shape = shape_of(small_config(self.family, **self.config), "config.json")
         except InvalidSpec as refused:
             return [problem.message for problem in refused.problems]
-        return [problem.message for problem in plan(job, trained_shape(shape, job)).problems]
+        return [problem.message for problem in plan_job(job, trained_shape(shape, job)).problems]
 
 
 GRPO = {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}]}}
@@ -237,7 +237,7 @@ def test_adapters_that_cannot_be_published_are_those_that_the_gate_refuses(famil
     shape = shape_of(small_config(family), "config.json")
     lora = spec(**job.sections).training.lora
     assert lora is not None
-    made = _made(lambda: adapter_table(shape, lora))
+    made = _made(lambda: build_adapter_table(shape, lora))
     assert made is (family not in UNADAPTED_EXPERTS)
     if shape.experts is not None:
         assert any("targets" in said or "one tensor" in said for said in job.refusals()) is not made

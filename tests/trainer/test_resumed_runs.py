@@ -47,4 +47,4 @@ def test_another_job_goes_on_in_another_layout_with_the_losses_of_one_run(
 def test_a_run_with_new_adapters_does_not_go_on_with_one_that_had_none() -> None:
     theirs, ours = of(), of(LORA, checkpoint={"resumeFrom": "first", "resume": "Run"})
     with pytest.raises(BadConfiguration, match=r"leave out checkpoint\.resume to begin with new adapters"):
-        refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"), goes_on=True)
+        refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"), continues_run=True)

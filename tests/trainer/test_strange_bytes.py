@@ -16,20 +16,27 @@ import pytest
 from pydantic import TypeAdapter
 
 from fuzzing import damaged, drawn
-from moejob_api.contract.pods import RunFile, RunOwner, claim_name, claimed
-from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, manifest, marker, read_manifest
+from moejob_api.contract.pods import RunFile, RunOwner, fence_token_name, parse_token_name
+from moejob_trainer.checkpoints.manifest import (
+    CheckpointManifest,
+    DamagedCheckpoint,
+    FileEntry,
+    build_manifest,
+    build_marker,
+    read_manifest,
+)
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER
-from moejob_trainer.checkpoints.run import own_run_folder
-from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded
+from moejob_trainer.checkpoints.run import acquire_run_folder
+from moejob_trainer.distributed.encoding import BadMessage, decode_message, encode_message
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.launcher.store import Entries, Operation, StoreRequest, StoreServer
+from moejob_trainer.launcher.store import Operation, StoreEntries, StoreRequest, StoreServer
 from moejob_trainer.rewards.completion import FailureKind, RewardFailed
-from moejob_trainer.rewards.functions import valid_scores
-from moejob_trainer.rewards.messages import WorkerAnswer, WorkerFailure, answered
-from moejob_trainer.rewards.service import scores_of
+from moejob_trainer.rewards.functions import validate_scores
+from moejob_trainer.rewards.messages import WorkerFailure, WorkerReply, read_reply
+from moejob_trainer.rewards.service import parse_scores
 from trainer.checkpoints.worlds import facts
 
-WHOLE = manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).content()
+WHOLE = build_manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).to_json()
 
 
 @pytest.fixture
@@ -40,20 +47,20 @@ def memory() -> Iterator[Path]:
 
 
 def test_a_damaged_manifest_or_marker_is_never_trusted(memory: Path) -> None:
-    vouched = marker(WHOLE).content()
+    vouched = build_marker(WHOLE).to_json()
     for draw in drawn():
         content, beside = damaged(draw, [WHOLE]), damaged(draw, [vouched])
         # One is damaged and vouched for, or neither belongs to the other.
         is_forged = draw.random() < 0.5
         (memory / MANIFEST).write_bytes(content)
-        (memory / MARKER).write_bytes(marker(content).content() if is_forged else beside)
+        (memory / MARKER).write_bytes(build_marker(content).to_json() if is_forged else beside)
         try:
             found = read_manifest(memory)
-        except (Damaged, BadConfiguration):
+        except (DamagedCheckpoint, BadConfiguration):
             continue
         assert is_forged or content == WHOLE
         assert not any(entry.name.startswith("/") or ".." in entry.name.split("/") for entry in found.files)
-        assert Manifest.model_validate_json(found.content()) == found
+        assert CheckpointManifest.model_validate_json(found.to_json()) == found
 
 
 def test_a_run_folder_whose_owner_file_is_damaged_is_left_alone(memory: Path) -> None:
@@ -64,38 +71,40 @@ def test_a_run_folder_whose_owner_file_is_damaged_is_left_alone(memory: Path) ->
         wrong = damaged(draw, [content])
         written.write_bytes(wrong)
         with suppress(BadConfiguration):
-            own_run_folder(memory, mine)
+            acquire_run_folder(memory, mine)
         assert written.read_bytes() == wrong
 
 
 def test_a_file_name_is_a_fence_token_or_none() -> None:
     for draw in drawn():
-        name = damaged(draw, [claim_name(3, 1).encode()]).decode(errors="replace")
-        found = claimed(name)
-        assert found is None or claimed(claim_name(*found)) == found
+        name = damaged(draw, [fence_token_name(3, 1).encode()]).decode(errors="replace")
+        found = parse_token_name(name)
+        assert found is None or parse_token_name(fence_token_name(*found)) == found
 
 
 def test_a_message_of_a_rank_is_of_the_type_that_is_expected_or_is_refused() -> None:
     kind = TypeAdapter(dict[str, list[float]])
-    text = encoded({"loss": [1.5, float("nan")]}, kind)
+    text = encode_message({"loss": [1.5, float("nan")]}, kind)
     for draw in drawn():
         with suppress(BadMessage):
             assert all(
-                isinstance(value, float) for row in decoded(damaged(draw, [text]), kind).values() for value in row
+                isinstance(value, float)
+                for row in decode_message(damaged(draw, [text]), kind).values()
+                for value in row
             )
 
 
 def test_an_answer_of_a_reward_is_finite_numbers_or_a_failure_with_a_reason() -> None:
     scores = b'{"scores": [0.5, 1, -2e3], "model": {"name": "judge"}}'
-    line = WorkerAnswer(request=1, scores=(0.5, 1.0, -2e3)).model_dump_json().encode()
-    failed = WorkerAnswer(request=1, failure=WorkerFailure(kind=FailureKind.EXCEPTION, message="no")).model_dump_json()
+    line = WorkerReply(request=1, scores=(0.5, 1.0, -2e3)).model_dump_json().encode()
+    failed = WorkerReply(request=1, failure=WorkerFailure(kind=FailureKind.EXCEPTION, message="no")).model_dump_json()
     readable = 0
     for draw in drawn():
         with suppress(RewardFailed):
-            assert all(map(math.isfinite, valid_scores(scores_of(damaged(draw, [scores])), 3)))
+            assert all(map(math.isfinite, validate_scores(parse_scores(damaged(draw, [scores])), 3)))
             readable += 1
         with suppress(RewardFailed):
-            answer = answered(damaged(draw, [line, failed.encode()]))
+            answer = read_reply(damaged(draw, [line, failed.encode()]))
             assert all(map(math.isfinite, answer.scores))
             readable += 1
     assert readable > 0
@@ -121,23 +130,23 @@ def test_the_store_answers_strangers_nothing_and_its_own_within_bounds() -> None
         StoreRequest(operation=Operation.COUNT, name="round/1", number=1).model_dump_json().encode(),
     ]
     frames = [len(request).to_bytes(4, "big") + request for request in requests]
-    entries = Entries(limit_bytes=10_000)
+    entries = StoreEntries(limit_bytes=10_000)
     server = StoreServer(entries, b"the key of an attempt")
 
     async def story() -> int:
         answers = 0
         for draw in drawn():
-            for serves in (server._serve, server._answer):  # noqa: SLF001 the second is behind the proof of a key
+            for serves in (server._serve_client, server._reply_to_requests):  # noqa: SLF001 the second is behind the proof of a key
                 reader, writer = asyncio.StreamReader(), _Writer()
                 reader.feed_data(damaged(draw, frames))
                 reader.feed_eof()
                 try:
                     await serves(reader, writer)  # type: ignore[arg-type]
                 except (ValueError, asyncio.IncompleteReadError):
-                    assert serves == server._answer  # noqa: SLF001
+                    assert serves == server._reply_to_requests  # noqa: SLF001
                 # A stranger sees the nonce that he is asked to prove a key over, and no more.
-                assert serves == server._answer or len(writer.answer) <= 32  # noqa: SLF001
-                answers += serves == server._answer and bool(writer.answer)  # noqa: SLF001
+                assert serves == server._reply_to_requests or len(writer.answer) <= 32  # noqa: SLF001
+                answers += serves == server._reply_to_requests and bool(writer.answer)  # noqa: SLF001
         return answers
 
     assert asyncio.run(story()) > 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
+from moejob_api.job.model import Data, DataFormat, Dataset, Model, OverlongSamples
 from moejob_trainer.data.corpus import Corpus
-from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.data.preparation import EncodingRecipe, prepare_datasets
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.training import Document
@@ -62,12 +62,12 @@ def dataset(source: Path | str, format: DataFormat = DataFormat.TEXT, weight: fl
 def recipe(
     *sources: Dataset,
     max_length: int = 256,
-    overlong: Overlong = Overlong.DROP,
+    overlong: OverlongSamples = OverlongSamples.DROP,
     seed: int = 42,
     shuffle: bool = True,
     chat_template: str | None = None,
     claims: Path = Path("/claims"),
-) -> Recipe:
+) -> EncodingRecipe:
     """A recipe for the tiny model."""
     data = Data(
         train=sources or (dataset("moejob/tiny-chats", DataFormat.CHAT),),
@@ -77,14 +77,14 @@ def recipe(
         shuffle=shuffle,
         chat_template=chat_template,
     )
-    return Recipe(Model(source="moejob/tiny-moe"), data, vocabulary=512, claims=claims)
+    return EncodingRecipe(Model(source="moejob/tiny-moe"), data, vocabulary=512, claims=claims)
 
 
-def corpora(folder: Path, using: Recipe) -> list[Corpus]:
+def corpora(folder: Path, using: EncodingRecipe) -> list[Corpus]:
     """The training data of a recipe, prepared below a folder."""
-    return [Corpus(path) for path in prepare(using.data.train, using, folder)]
+    return [Corpus(path) for path in prepare_datasets(using.data.train, using, folder)]
 
 
-def prompt_corpora(folder: Path, using: Recipe, most_tokens: int = 64) -> list[PromptCorpus]:
+def prompt_corpora(folder: Path, using: EncodingRecipe, most_tokens: int = 64) -> list[PromptCorpus]:
     """The prompts of a recipe, prepared below a folder."""
     return [PromptCorpus(path) for path in prepare_prompts(using.data.train, using, most_tokens, folder)]

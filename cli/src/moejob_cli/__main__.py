@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 
-from moejob_cli.exits import Exit
+from moejob_cli.exits import CommandExit
 
 # The variable, set to any value, lets an internal error of moejob show its traceback.
 DEBUG = "MOEJOB_DEBUG"
@@ -38,13 +38,13 @@ def _run() -> None:
     except InvalidSpec as error:
         for problem in error.problems:
             typer.echo(f"error: {problem}", err=True)
-        sys.exit(Exit.UNREADABLE)
+        sys.exit(CommandExit.UNREADABLE)
     except BrokenPipeError:
         # The reader of a pipe (head, less) went away. Point stdout elsewhere, or Python complains while it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(Exit.ACCEPTED)
+        sys.exit(CommandExit.ACCEPTED)
     except KeyboardInterrupt:
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(CommandExit.INTERRUPTED)
     except Exception as error:
         if os.environ.get(DEBUG):
             raise
@@ -53,7 +53,7 @@ def _run() -> None:
             f"run it again with {DEBUG}=1 and report what it prints",
             err=True,
         )
-        sys.exit(Exit.INTERNAL)
+        sys.exit(CommandExit.INTERNAL)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from moejob_cli.exits import Exit
-from moejob_cli.options import Commands
+from moejob_cli.exits import CommandExit
+from moejob_cli.options import LazyCommands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from moejob_cli.choosing import Wishes
+    from moejob_cli.choosing import LayoutRequest
     from moejob_cli.inputs import PlannedJob
     from moejob_cli.interchange import Conversion
 
 app = typer.Typer(
     name="moejob",
-    cls=Commands,
+    cls=LazyCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,7 +40,7 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
-class Foreign(StrEnum):
+class ForeignFormat(StrEnum):
     """A foreign format from which models are converted."""
 
     MEGATRON = "megatron"
@@ -105,34 +105,34 @@ def validate(
     settings: SetOption = None,
 ) -> None:
     """Check jobs and say what is wrong with them, and what in them does nothing: one line each."""
-    raise typer.Exit(max(_validated(file, settings or ()) for file in files))
+    raise typer.Exit(max(_validate_file(file, settings or ()) for file in files))
 
 
-def _validated(file: str, settings: "Sequence[str]") -> Exit:
+def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
     """Check one job; an unreadable job is reported, so that the next ones are still checked."""
     from moejob_api.problems import InvalidSpec
-    from moejob_cli.inputs import planned
+    from moejob_cli.inputs import plan_file
     from moejob_cli.local_files import unreadable_sources
 
     try:
-        answer = planned(file, settings)
+        answer = plan_file(file, settings)
     except InvalidSpec as error:
         for problem in error.problems:
-            typer.echo(f"error: {_with_file(file, str(problem))}", err=True)
-        return Exit.UNREADABLE
+            typer.echo(f"error: {_add_file_name(file, str(problem))}", err=True)
+        return CommandExit.UNREADABLE
     for problem in answer.plan.problems:
         typer.echo(f"{file}: {problem}")
     for warning in answer.plan.warnings:
         typer.echo(f"{file}: note {warning}")
     for reason in unreadable_sources(answer.job.spec):
         typer.echo(f"{file}: not here: {reason}")
-    if not answer.plan.accepted:
-        return Exit.REFUSED
+    if not answer.plan.is_accepted:
+        return CommandExit.REFUSED
     typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
-    return Exit.ACCEPTED
+    return CommandExit.ACCEPTED
 
 
-def _with_file(file: str, text: str) -> str:
+def _add_file_name(file: str, text: str) -> str:
     """Put the file's name in front of a problem that does not contain it."""
     return text if file in text else f"{file}: {text}"
 
@@ -171,50 +171,50 @@ def plan(
     ] = None,
 ) -> None:
     """Say what a job takes: GPUs, nodes, ranks, memory; or why it is refused and what would be accepted."""
-    for_auto = {"--write": write, "--model": model, "--gpu-type": gpu_type, "--tflops": tflops}
-    for_auto |= {"--nvlink": nvlink, "--network": network}
-    lost = [name for name, value in for_auto.items() if value is not None]
+    auto_options = {"--write": write, "--model": model, "--gpu-type": gpu_type, "--tflops": tflops}
+    auto_options |= {"--nvlink": nvlink, "--network": network}
+    given_options = [name for name, value in auto_options.items() if value is not None]
     if auto:
-        from moejob_cli.choosing import Speeds, Wishes
+        from moejob_cli.choosing import GpuSpeeds, LayoutRequest
 
-        speeds = Speeds(tflops, nvlink, network)
-        wishes = Wishes(file, model, method, gpu_type, gpus, max_length, global_batch, speeds, settings or ())
-        _choose(wishes, output, write)
-    elif lost:
-        raise typer.BadParameter("has a meaning only with --auto", param_hint=lost[0])
+        speeds = GpuSpeeds(tflops, nvlink, network)
+        wishes = LayoutRequest(file, model, method, gpu_type, gpus, max_length, global_batch, speeds, settings or ())
+        _choose_layout(wishes, output, write)
+    elif given_options:
+        raise typer.BadParameter("has a meaning only with --auto", param_hint=given_options[0])
     elif file is None:
         raise typer.BadParameter("name a job's YAML, or use --auto with --model", param_hint="FILE")
     else:
-        from moejob_cli.inputs import planned
+        from moejob_cli.inputs import plan_file
 
-        _show_plan(planned(file, settings or (), gpus), output, ranks)
+        _show_plan(plan_file(file, settings or (), gpus), output, ranks)
 
 
 def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoReturn:
     if output is OutputFormat.TABLE:
         from moejob_cli.report import plan_report
 
-        show(plan_report(answer.job, answer.plan, answer.unseen, ranks))
+        print_report(plan_report(answer.job, answer.plan, answer.unseen, ranks))
     else:
-        from moejob_cli.document import document
+        from moejob_cli.document import plan_document
 
-        print_document(document(answer.plan), output)
-    raise typer.Exit(Exit.ACCEPTED if answer.plan.accepted else Exit.REFUSED)
+        print_document(plan_document(answer.plan), output)
+    raise typer.Exit(CommandExit.ACCEPTED if answer.plan.is_accepted else CommandExit.REFUSED)
 
 
-def _choose(wishes: "Wishes", output: OutputFormat, write: Path | None) -> None:
+def _choose_layout(wishes: "LayoutRequest", output: OutputFormat, write: Path | None) -> None:
     from moejob_cli.choices_report import choices_report
-    from moejob_cli.choosing import choices_document, chosen, write_job
+    from moejob_cli.choosing import choices_document, choose_layouts, write_job
 
-    found = chosen(wishes)
+    layouts = choose_layouts(wishes)
     if output is OutputFormat.TABLE:
-        show(choices_report(found))
+        print_report(choices_report(layouts))
     else:
-        print_document(choices_document(found), output)
-    if not found.choices:
-        raise typer.Exit(Exit.REFUSED)
+        print_document(choices_document(layouts), output)
+    if not layouts.choices:
+        raise typer.Exit(CommandExit.REFUSED)
     if write is not None:
-        write_job(found, write)
+        write_job(layouts, write)
         typer.echo(f"wrote {write}", err=True)
 
 
@@ -230,20 +230,20 @@ def run(
     settings: SetOption = None,
 ) -> None:
     """Train on this machine, each node simulated, as the job would in a cluster. Ctrl-C saves; run again to go on."""
-    from moejob_cli.inputs import planned
+    from moejob_cli.inputs import plan_file
 
-    answer = planned(file, settings or ())
+    answer = plan_file(file, settings or ())
     layout = answer.plan.layout
-    if not answer.plan.accepted or layout is None:
+    if not answer.plan.is_accepted or layout is None:
         from moejob_cli.report import plan_report
 
-        show(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
-        raise typer.Exit(Exit.REFUSED)
+        print_report(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
+        raise typer.Exit(CommandExit.REFUSED)
     from moejob_cli.running import command, display
 
-    result, lines, folder = command.run(answer, layout, run_dir, display.display())
+    result, lines, folder = command.run_job(answer, layout, run_dir, display.choose_display())
     if lines:
-        show(display.ending(lines, folder, answer.job.spec.grpo))
+        print_report(display.closing_lines(lines, folder, answer.job.spec.grpo))
     if result.exit_code:
         typer.echo(result.message if result.is_as_asked else f"error: {result.message}", err=True)
     raise typer.Exit(result.exit_code)
@@ -264,25 +264,25 @@ def preview_data(
     settings: SetOption = None,
 ) -> None:
     """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
-    from moejob_api.contract.data_preview import Extent
+    from moejob_api.contract.data_preview import PreviewLimits
     from moejob_api.contract.pods import ExitCode, escaped_lines
-    from moejob_cli.data_preview import PreviewFailure, previewed
+    from moejob_cli.data_preview import PreviewFailure, preview_file
     from moejob_cli.running.machine import CannotRun
 
     try:
-        found = previewed(file, Extent(records, examples), settings or ())
+        preview = preview_file(file, PreviewLimits(records, examples), settings or ())
     except CannotRun as refused:
         typer.echo(f"error: {refused}", err=True)
         raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None
-    if isinstance(found, PreviewFailure):
-        typer.echo(f"error: {escaped_lines(found.message)}", err=True)
-        raise typer.Exit(found.exit_code)
+    if isinstance(preview, PreviewFailure):
+        typer.echo(f"error: {escaped_lines(preview.message)}", err=True)
+        raise typer.Exit(preview.exit_code)
     if output is OutputFormat.TABLE:
         from moejob_cli.data_report import data_report
 
-        show(data_report(found))
+        print_report(data_report(preview))
     else:
-        print_document(found.model_dump(mode="json", by_alias=True), output)
+        print_document(preview.model_dump(mode="json", by_alias=True), output)
 
 
 @app.command("import", short_help="Take a checkpoint of Megatron as a model.")
@@ -292,13 +292,13 @@ def import_model(
         Path, typer.Option("--config", help="Folder with the config.json and the tokenizer of its model.")
     ],
     out: Annotated[Path, typer.Option("--out", help="New folder for the model, in Hugging Face's format.")],
-    source: Annotated[Foreign, typer.Option("--from", help="The format it has.")] = Foreign.MEGATRON,
+    source: Annotated[ForeignFormat, typer.Option("--from", help="The format it has.")] = ForeignFormat.MEGATRON,
 ) -> None:
     """Convert a checkpoint of others into a folder that spec.model.source can name."""
-    from moejob_cli.interchange import converted
+    from moejob_cli.interchange import run_conversion
 
     del source
-    _finish(converted(["import", checkpoint, "--config", config, "--out", out]))
+    _finish_conversion(run_conversion(["import", checkpoint, "--config", config, "--out", out]))
 
 
 @app.command("export", short_help="Take the model out of a run.")
@@ -329,24 +329,24 @@ def export_model(
     ] = None,
 ) -> None:
     """Export a checkpoint of a run as a Hugging Face model or a Megatron checkpoint; the run may be training."""
-    from moejob_cli.interchange import FromCheckpoint, exported, exported_to_megatron
+    from moejob_cli.interchange import CheckpointChoice, export_checkpoint, export_to_megatron
 
     if base is not None and not merge_adapters:
         raise typer.BadParameter("has a meaning only with --merge-adapters", param_hint="--base")
     if step is not None and step != "best" and not (step.isascii() and step.isdigit()):
         raise typer.BadParameter(f"{step!r} is no step; give a number, or best", param_hint="--step")
-    wanted = FromCheckpoint(step, merge_adapters, dtype, base)
-    act = exported if target is ModelFormat.SAFETENSORS else exported_to_megatron
-    _finish(act(run, out, wanted))
+    choice = CheckpointChoice(step, merge_adapters, dtype, base)
+    export = export_checkpoint if target is ModelFormat.SAFETENSORS else export_to_megatron
+    _finish_conversion(export(run, out, choice))
 
 
-def _finish(done: "Conversion") -> NoReturn:
+def _finish_conversion(conversion: "Conversion") -> NoReturn:
     """Print the end of a conversion, and exit with its code."""
     from moejob_api.contract.pods import escaped_lines
 
-    message = escaped_lines(done.message)
-    typer.echo(f"error: {message}" if done.exit_code else message, err=bool(done.exit_code))
-    raise typer.Exit(done.exit_code)
+    message = escaped_lines(conversion.message)
+    typer.echo(f"error: {message}" if conversion.exit_code else message, err=bool(conversion.exit_code))
+    raise typer.Exit(conversion.exit_code)
 
 
 @app.command(short_help="Print every field as a CustomResourceDefinition.")
@@ -365,7 +365,7 @@ def version() -> None:
     typer.echo(f"moejob {installed('moejob')}")
 
 
-def show(answer: "RenderableType") -> None:
+def print_report(answer: "RenderableType") -> None:
     """Print for a person; plain and unwrapped when the output is no terminal."""
     from rich.console import Console
 

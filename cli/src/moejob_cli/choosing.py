@@ -11,27 +11,27 @@ from typing import Any, TypeVar
 from moejob_api.contract.engines import separate_engines
 from moejob_api.derived import global_batch_size
 from moejob_api.documents import dump_job, read_file
-from moejob_api.hardware import GIGA, TERA, Hardware, hardware, memory_limit_bytes
+from moejob_api.hardware import GIGA, TERA, Hardware, job_hardware, memory_limit_bytes
 from moejob_api.job import Method, MoETrainingJob, Spec
-from moejob_api.job.grpo import Rollout
+from moejob_api.job.grpo import RolloutSettings
 from moejob_api.job.resources import GpuType
-from moejob_api.layout.sizes import gpus as gpus_of
+from moejob_api.layout.sizes import count_gpus as gpus_of
 from moejob_api.models.shape import ModelShape
-from moejob_api.models.sources import Unseen
-from moejob_api.planner.engine_choice import with_engines_that_run
-from moejob_api.planner.plan import plan
-from moejob_api.planner.search import Choice, best_layouts, leanest
+from moejob_api.models.sources import UnseenModel
+from moejob_api.planner.engine_choice import with_runnable_engines
+from moejob_api.planner.plan import plan_job
+from moejob_api.planner.search import LayoutChoice, best_layouts, find_leanest_layout
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_api.quantities import readable
+from moejob_api.quantities import readable_bytes
 from moejob_cli.document import parallelism_fields
-from moejob_cli.inputs import seen_model
-from moejob_cli.starter import Wish, starter_job
+from moejob_cli.inputs import job_model_shape
+from moejob_cli.starter import StarterOptions, starter_job
 
 Named = TypeVar("Named", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class GpuSpeeds:
     """Measured speeds that replace those of the table of GPUs; None keeps the table's."""
 
     tflops: float | None = None
@@ -40,7 +40,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class LayoutRequest:
     """All options of the command line."""
 
     file: str | None
@@ -50,33 +50,33 @@ class Wishes:
     gpus: int | None
     sequence_tokens: int
     global_batch_size: int
-    speeds: Speeds
+    speeds: GpuSpeeds
     settings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenLayouts:
     """The layouts that were found, best first; `problems` say why there are none."""
 
     job: MoETrainingJob
     shape: ModelShape
     gpus: int
     hardware: Hardware
-    choices: tuple[Choice, ...]
+    choices: tuple[LayoutChoice, ...]
     problems: tuple[Problem, ...]
 
 
-def chosen(wishes: Wishes) -> Chosen:
+def choose_layouts(request: LayoutRequest) -> ChosenLayouts:
     """Return the best layouts for the request."""
-    job = _job(wishes)
-    shape = seen_model(job)
-    if isinstance(shape, Unseen):
+    job = _starting_job(request)
+    shape = job_model_shape(job)
+    if isinstance(shape, UnseenModel):
         raise InvalidSpec((Problem(Rule.MODEL_CONFIG, "spec.model.source", f"{shape.reason}; --auto has to see it"),))
-    count = wishes.gpus or gpus_of(job.spec.parallelism) + _engine_gpus(job.spec)
-    machine = _with_speeds(hardware(job.spec.resources), wishes.speeds)
+    count = request.gpus or gpus_of(job.spec.parallelism) + _engine_gpus(job.spec)
+    machine = _apply_speeds(job_hardware(job.spec.resources), request.speeds)
     choices = best_layouts(job.spec, shape, count, machine)
-    problems = () if choices else tuple(_why_none(job.spec, shape, count, machine))
-    return Chosen(job, shape, count, machine, choices, problems)
+    problems = () if choices else tuple(_find_obstacles(job.spec, shape, count, machine))
+    return ChosenLayouts(job, shape, count, machine, choices, problems)
 
 
 def _engine_gpus(spec: Spec) -> int:
@@ -84,12 +84,12 @@ def _engine_gpus(spec: Spec) -> int:
     return 0 if spec.grpo is None else separate_engines(spec) * spec.grpo.rollout.tensor
 
 
-def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
+def _find_obstacles(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
     """Yield the obstacles to every layout: the job itself, the number of GPUs, or their memory."""
-    asked = with_engines_that_run(spec, shape, count)[0]
-    yield from (problem for problem in plan(asked, shape).problems if "parallelism" not in problem.path)
-    least = leanest(spec, shape, count)
-    if least is None:
+    spec_with_engines = with_runnable_engines(spec, shape, count)[0]
+    yield from (problem for problem in plan_job(spec_with_engines, shape).problems if "parallelism" not in problem.path)
+    leanest_layout = find_leanest_layout(spec, shape, count)
+    if leanest_layout is None:
         yield Problem(
             Rule.GPU_COUNT,
             "--gpus",
@@ -101,27 +101,28 @@ def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> I
     yield Problem(
         Rule.MEMORY,
         "--gpus",
-        f"the leanest of {least.layouts} layouts needs {readable(least.bytes)} of each GPU, "
-        f"{machine.name} has {readable(memory_limit_bytes(spec.resources) or machine.memory_bytes)}; use more GPUs",
+        f"the leanest of {leanest_layout.layouts} layouts needs {readable_bytes(leanest_layout.bytes)} of each GPU, "
+        f"{machine.name} has {readable_bytes(memory_limit_bytes(spec.resources) or machine.memory_bytes)}; use more "
+        "GPUs",
     )
 
 
-def choices_document(found: Chosen) -> dict[str, Any]:
+def choices_document(layouts: ChosenLayouts) -> dict[str, Any]:
     """The layouts as plain values, for --output json|yaml."""
     return {
-        "accepted": bool(found.choices),
-        "gpus": found.gpus,
-        "choices": [_choice_fields(choice) for choice in found.choices],
-        "problems": [{"rule": str(p.rule), "path": p.path, "message": p.message} for p in found.problems],
+        "accepted": bool(layouts.choices),
+        "gpus": layouts.gpus,
+        "choices": [_choice_fields(choice) for choice in layouts.choices],
+        "problems": [{"rule": str(p.rule), "path": p.path, "message": p.message} for p in layouts.problems],
     }
 
 
-def write_job(found: Chosen, file: Path) -> None:
+def write_job(layouts: ChosenLayouts, file: Path) -> None:
     """Write the job with the best layout to a new file."""
-    better = found.job.model_copy(update={"spec": found.choices[0].spec})
+    best_job = layouts.job.model_copy(update={"spec": layouts.choices[0].spec})
     try:
         with file.open("x") as target:
-            target.write(dump_job(better))
+            target.write(dump_job(best_job))
     except FileExistsError:
         message = f"{file} exists and is left as it is; name a new file"
         raise InvalidSpec((Problem(Rule.UNREADABLE, "--write", message),)) from None
@@ -130,7 +131,7 @@ def write_job(found: Chosen, file: Path) -> None:
         raise InvalidSpec((Problem(Rule.UNREADABLE, "--write", message),)) from None
 
 
-def _choice_fields(choice: Choice) -> dict[str, Any]:
+def _choice_fields(choice: LayoutChoice) -> dict[str, Any]:
     training = choice.spec.training
     return {
         "parallelism": parallelism_fields(choice.spec.parallelism),
@@ -147,42 +148,42 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
+def _rollout_fields(rollout: RolloutSettings) -> dict[str, Any]:
     return {"placement": str(rollout.placement), "replicas": rollout.replicas, "tensor": rollout.tensor}
 
 
-def _job(wishes: Wishes) -> MoETrainingJob:
+def _starting_job(request: LayoutRequest) -> MoETrainingJob:
     """Return the job to start from: the file's, or a new one for the model, with the options of the command line."""
-    if wishes.file is not None and wishes.model is not None:
-        raise _misused("--model", f"{wishes.file} names its model already; give one of the two")
-    if wishes.file is not None:
-        return _on(read_file(wishes.file, wishes.settings), wishes)
-    if wishes.settings:
-        raise _misused("--set", "changes the job of a file; name one, or write the new job first with --write")
-    if wishes.model is None:
-        raise _misused("--auto", "name a job's YAML, or a model with --model")
-    if wishes.gpus is None:
-        raise _misused("--gpus", "without a job's YAML the number of GPUs has to be said")
-    wish = Wish(
-        wishes.model,
-        _one_of(Method, wishes.method, "--method"),
+    if request.file is not None and request.model is not None:
+        raise _option_error("--model", f"{request.file} names its model already; give one of the two")
+    if request.file is not None:
+        return _apply_gpu_type(read_file(request.file, request.settings), request)
+    if request.settings:
+        raise _option_error("--set", "changes the job of a file; name one, or write the new job first with --write")
+    if request.model is None:
+        raise _option_error("--auto", "name a job's YAML, or a model with --model")
+    if request.gpus is None:
+        raise _option_error("--gpus", "without a job's YAML the number of GPUs has to be said")
+    options = StarterOptions(
+        request.model,
+        _parse_choice(Method, request.method, "--method"),
         None,
-        wishes.sequence_tokens,
-        wishes.global_batch_size,
+        request.sequence_tokens,
+        request.global_batch_size,
     )
-    return _on(starter_job(wish), wishes)
+    return _apply_gpu_type(starter_job(options), request)
 
 
-def _on(job: MoETrainingJob, wishes: Wishes) -> MoETrainingJob:
+def _apply_gpu_type(job: MoETrainingJob, request: LayoutRequest) -> MoETrainingJob:
     """Return the job with the GPU type of the command line, if there is one."""
     resources = job.spec.resources
-    if wishes.gpu_type is not None:
-        gpu_type = _one_of(GpuType, wishes.gpu_type, "--gpu-type")
+    if request.gpu_type is not None:
+        gpu_type = _parse_choice(GpuType, request.gpu_type, "--gpu-type")
         resources = resources.model_copy(update={"gpu_type": gpu_type, "gpu_memory_gi_b": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"resources": resources})})
 
 
-def _with_speeds(machine: Hardware, speeds: Speeds) -> Hardware:
+def _apply_speeds(machine: Hardware, speeds: GpuSpeeds) -> Hardware:
     if speeds.tflops is not None:
         machine = replace(machine, bf16_flops_per_second=speeds.tflops * TERA)
     if speeds.nvlink_gigabytes is not None:
@@ -192,12 +193,12 @@ def _with_speeds(machine: Hardware, speeds: Speeds) -> Hardware:
     return machine
 
 
-def _one_of(choices: type[Named], said: str, option: str) -> Named:
+def _parse_choice(choices: type[Named], text: str, option: str) -> Named:
     by_name = {str(choice).lower(): choice for choice in choices}
-    if said.lower() not in by_name:
-        raise _misused(option, f"{said!r} is none of {', '.join(str(choice) for choice in choices)}")
-    return by_name[said.lower()]
+    if text.lower() not in by_name:
+        raise _option_error(option, f"{text!r} is none of {', '.join(str(choice) for choice in choices)}")
+    return by_name[text.lower()]
 
 
-def _misused(option: str, message: str) -> InvalidSpec:
+def _option_error(option: str, message: str) -> InvalidSpec:
     return InvalidSpec((Problem(Rule.UNREADABLE, option, message),))

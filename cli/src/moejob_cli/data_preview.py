@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moejob_api.contract.data_preview import DataPreview, Extent
+from moejob_api.contract.data_preview import DataPreview, PreviewLimits
 from moejob_api.contract.pod_environment import spec_text
 from moejob_api.documents import read_file
-from moejob_api.models.sources import Unseen
-from moejob_cli.inputs import seen_model
+from moejob_api.models.sources import UnseenModel
+from moejob_cli.inputs import job_model_shape
 from moejob_cli.running.machine import installed_trainer
 
 
@@ -23,20 +23,20 @@ class PreviewFailure:
     message: str
 
 
-def previewed(
-    file: str, extent: Extent, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+def preview_file(
+    file: str, extent: PreviewLimits, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> DataPreview | PreviewFailure:
     """Return the data of the job in a file; CannotRun where there is no trainer to read it."""
     job = read_file(file, settings)
     python = installed_trainer(environ)
     command = [str(python), "-W", "ignore", "-m", "moejob_trainer.data.preview"]
     command += ["--records", str(extent.records), "--examples", str(extent.examples)]
-    shape = seen_model(job)
-    if not isinstance(shape, Unseen):
+    shape = job_model_shape(job)
+    if not isinstance(shape, UnseenModel):
         command += ["--vocabulary", str(shape.vocabulary)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=spec_text(job.spec), capture_output=True, text=True, check=False, env=dict(environ)
     )
-    if done.returncode:
-        return PreviewFailure(done.returncode, done.stderr.strip())
-    return DataPreview.model_validate_json(done.stdout)
+    if process.returncode:
+        return PreviewFailure(process.returncode, process.stderr.strip())
+    return DataPreview.model_validate_json(process.stdout)

@@ -9,30 +9,30 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from moejob_api.job.parallelism import Parallelism
-from moejob_api.models.parameters import active_parameters, parameters
+from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.plan import Plan
 from moejob_api.problems import Problem
 
 
-def document(plan: Plan) -> dict[str, Any]:
+def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values."""
     return {
-        "accepted": plan.accepted,
-        "model": _model(plan.shape) if plan.shape else None,
-        "layout": _camel(asdict(plan.layout)) if plan.layout else None,
-        "memory": _memory(plan),
-        "volume": _camel(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
-        "rollout": _camel(asdict(plan.rollout)) if plan.rollout else None,
-        "problems": _problems(plan.problems),
-        "warnings": _problems(plan.warnings),
+        "accepted": plan.is_accepted,
+        "model": _model_fields(plan.shape) if plan.shape else None,
+        "layout": _camel_case_fields(asdict(plan.layout)) if plan.layout else None,
+        "memory": _memory_fields(plan),
+        "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
+        "rollout": _camel_case_fields(asdict(plan.rollout)) if plan.rollout else None,
+        "problems": _problem_fields(plan.problems),
+        "warnings": _problem_fields(plan.warnings),
         "suggestions": [
             {
-                "parallelism": parallelism_fields(found.parallelism),
-                **_camel(asdict(found.fit)),
-                "distance": found.distance,
+                "parallelism": parallelism_fields(suggestion.parallelism),
+                **_camel_case_fields(asdict(suggestion.fit)),
+                "distance": suggestion.distance,
             }
-            for found in plan.suggestions
+            for suggestion in plan.suggestions
         ],
     }
 
@@ -43,16 +43,16 @@ def parallelism_fields(parallelism: Parallelism) -> dict[str, Any]:
     return fields
 
 
-def _model(shape: ModelShape) -> dict[str, Any]:
+def _model_fields(shape: ModelShape) -> dict[str, Any]:
     return {
         "family": str(shape.family),
-        "parameters": parameters(shape),
+        "parameters": total_parameters(shape),
         "activeParameters": active_parameters(shape),
         "layers": len(shape.layers),
     }
 
 
-def _memory(plan: Plan) -> dict[str, Any] | None:
+def _memory_fields(plan: Plan) -> dict[str, Any] | None:
     need = plan.memory
     if need is None:
         return None
@@ -66,9 +66,9 @@ def _memory(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _problems(problems: Iterable[Problem]) -> list[dict[str, str]]:
+def _problem_fields(problems: Iterable[Problem]) -> list[dict[str, str]]:
     return [{"rule": str(p.rule), "path": p.path, "message": p.message} for p in problems]
 
 
-def _camel(fields: dict[str, Any]) -> dict[str, Any]:
+def _camel_case_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {to_camel(name): value for name, value in fields.items()}

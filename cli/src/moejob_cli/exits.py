@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Exit(IntEnum):
+class CommandExit(IntEnum):
     """The exit codes of commands."""
 
     ACCEPTED = 0

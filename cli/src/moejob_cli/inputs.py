@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from moejob_api.documents import read_file
 from moejob_api.job import MoETrainingJob
 from moejob_api.models.shape import ModelShape
-from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.planner.plan import Plan, plan
+from moejob_api.models.sources import UnseenModel, model_shape
+from moejob_api.planner.plan import Plan, plan_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,15 @@ class PlannedJob:
     unseen: str | None
 
 
-def planned(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
+def plan_file(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
     """Return the plan of the job in a file, changed by --set."""
     job = read_file(file, settings)
-    found = seen_model(job)
-    if isinstance(found, Unseen):
-        return PlannedJob(job, plan(job.spec, None, available_gpus), found.reason)
-    return PlannedJob(job, plan(job.spec, found, available_gpus), None)
+    shape = job_model_shape(job)
+    if isinstance(shape, UnseenModel):
+        return PlannedJob(job, plan_job(job.spec, None, available_gpus), shape.reason)
+    return PlannedJob(job, plan_job(job.spec, shape, available_gpus), None)
 
 
-def seen_model(job: MoETrainingJob) -> ModelShape | Unseen:
+def job_model_shape(job: MoETrainingJob) -> ModelShape | UnseenModel:
     """Return the shape of a job's model, or the reason that it cannot be read from here."""
     return model_shape(job.spec.model.source, job.spec.model.revision)

@@ -21,7 +21,7 @@ MEGATRON_PYTHON = "MOEJOB_MEGATRON_PYTHON"
 CONFIG = "config.json"
 # Where an editable installation finds its checkout.
 _CHECKOUT = Path(__file__).parents[3]
-_HAS_BRIDGE = (
+_CHECK_BRIDGE = (
     "import importlib.util as u, sys; "
     "sys.exit(0 if all(map(u.find_spec, ('moejob_trainer.interchange', 'megatron.bridge'))) else 3)"
 )
@@ -36,7 +36,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class FromCheckpoint:
+class CheckpointChoice:
     """The choice of a checkpoint and of its form; by default the newest one, as the job trains it."""
 
     step: str | None = None
@@ -47,79 +47,81 @@ class FromCheckpoint:
     @property
     def arguments(self) -> list[str | Path]:
         """The choices as the trainer's module takes them."""
-        given: tuple[tuple[str, str | Path | None], ...] = (
+        options: tuple[tuple[str, str | Path | None], ...] = (
             ("--step", self.step),
             ("--dtype", self.dtype),
             ("--base", self.base),
         )
-        named = [part for option, value in given if value is not None for part in (option, value)]
-        return [*named, *(["--merge-adapters"] if self.merge_adapters else [])]
+        named_arguments = [part for option, value in options if value is not None for part in (option, value)]
+        return [*named_arguments, *(["--merge-adapters"] if self.merge_adapters else [])]
 
 
-def converted(arguments: Sequence[str | Path], environ: Mapping[str, str] = os.environ) -> Conversion:
+def run_conversion(arguments: Sequence[str | Path], environ: Mapping[str, str] = os.environ) -> Conversion:
     """Run a conversion in the environment of Megatron-Bridge."""
     try:
         python = megatron_python(environ)
     except CannotRun as refused:
         return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
-    return _ran([python, "-W", "ignore", "-m", "moejob_trainer.interchange", *arguments], environ)
+    return _run_program([python, "-W", "ignore", "-m", "moejob_trainer.interchange", *arguments], environ)
 
 
-def exported(run: Path, out: Path, wanted: FromCheckpoint, environ: Mapping[str, str] = os.environ) -> Conversion:
+def export_checkpoint(
+    run: Path, out: Path, wanted: CheckpointChoice, environ: Mapping[str, str] = os.environ
+) -> Conversion:
     """Export a checkpoint of a run as a Hugging Face folder, in the trainer's environment."""
     if (run / CONFIG).is_file():
-        what = f"{run} is a Hugging Face folder already; name the folder of a run, or add --to megatron"
-        return Conversion(ExitCode.BAD_CONFIGURATION, what)
+        message = f"{run} is a Hugging Face folder already; name the folder of a run, or add --to megatron"
+        return Conversion(ExitCode.BAD_CONFIGURATION, message)
     try:
         python = installed_trainer(environ)
     except CannotRun as refused:
         return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
     module = "moejob_trainer.checkpoint_export"
-    return _ran([python, "-W", "ignore", "-m", module, run, "--out", out, *wanted.arguments], environ)
+    return _run_program([python, "-W", "ignore", "-m", module, run, "--out", out, *wanted.arguments], environ)
 
 
-def exported_to_megatron(
-    run: Path, out: Path, wanted: FromCheckpoint, environ: Mapping[str, str] = os.environ
+def export_to_megatron(
+    run: Path, out: Path, wanted: CheckpointChoice, environ: Mapping[str, str] = os.environ
 ) -> Conversion:
     """Export a run, or a Hugging Face folder, as a checkpoint of Megatron's."""
     folder = next((place for place in (run, run / RunFile.EXPORT) if (place / CONFIG).is_file()), None)
-    if folder is not None and wanted == FromCheckpoint():
-        return converted(["export", folder, "--out", out], environ)
+    if folder is not None and wanted == CheckpointChoice():
+        return run_conversion(["export", folder, "--out", out], environ)
     try:
         # Fail now, and not after minutes of reading and writing.
         megatron_python(environ)
     except CannotRun as refused:
         return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
-    between = out.with_name(f".{out.name}.model")
+    model_folder = out.with_name(f".{out.name}.model")
     try:
-        first = exported(run, between, wanted, environ)
-        if first.exit_code:
-            return first
-        if not (between / CONFIG).is_file():
-            what = f"{run} holds adapters, and Megatron's checkpoints hold models; add --merge-adapters"
-            return Conversion(ExitCode.BAD_CONFIGURATION, what)
-        return converted(["export", between, "--out", out], environ)
+        exported = export_checkpoint(run, model_folder, wanted, environ)
+        if exported.exit_code:
+            return exported
+        if not (model_folder / CONFIG).is_file():
+            message = f"{run} holds adapters, and Megatron's checkpoints hold models; add --merge-adapters"
+            return Conversion(ExitCode.BAD_CONFIGURATION, message)
+        return run_conversion(["export", model_folder, "--out", out], environ)
     finally:
-        shutil.rmtree(between, ignore_errors=True)
+        shutil.rmtree(model_folder, ignore_errors=True)
 
 
-def _ran(command: Sequence[str | Path], environ: Mapping[str, str]) -> Conversion:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environ))
-    return Conversion(done.returncode, (done.stderr if done.returncode else done.stdout).strip())
+def _run_program(command: Sequence[str | Path], environ: Mapping[str, str]) -> Conversion:
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environ))
+    return Conversion(process.returncode, (process.stderr if process.returncode else process.stdout).strip())
 
 
 def megatron_python(environ: Mapping[str, str], checkout: Path = _CHECKOUT) -> Path:
     """Return the Python that has Megatron-Bridge: the one that was named, else the project's own."""
-    named = environ.get(MEGATRON_PYTHON)
+    configured_python = environ.get(MEGATRON_PYTHON)
     # The path is not resolved: Python finds its virtual environment by the link that started it.
-    found = Path(named) if named else checkout / ".venv/bridge/bin/python"
+    python = Path(configured_python) if configured_python else checkout / ".venv/bridge/bin/python"
     fix = (
         f"run `make setup-megatron` in the checkout of moejob, or set {MEGATRON_PYTHON} to the Python of an "
         "environment with moejob-trainer[megatron]"
     )
-    if not (found.is_file() and os.access(found, os.X_OK)):
-        raise CannotRun(f"Megatron-Bridge is not here: {found} is no program; {fix}")
-    answer = subprocess.run([found, "-c", _HAS_BRIDGE], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise CannotRun(f"{found} has no Megatron-Bridge; {fix}")
-    return found.absolute()
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        raise CannotRun(f"Megatron-Bridge is not here: {python} is no program; {fix}")
+    process = subprocess.run([python, "-c", _CHECK_BRIDGE], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise CannotRun(f"{python} has no Megatron-Bridge; {fix}")
+    return python.absolute()

@@ -16,10 +16,10 @@ def unreadable_sources(spec: Spec) -> Iterator[str]:
     """Yield a sentence for each file or folder of a job that a run on this machine could not read."""
     for field, source in _named_places(spec):
         if not source.startswith(_CLAIM):
-            yield from _problem(field, Path(source) / "config.json" if field == _MODEL else Path(source))
+            yield from _access_problems(field, Path(source) / "config.json" if field == _MODEL else Path(source))
 
 
-def claims(spec: Spec) -> Iterator[str]:
+def claim_sources(spec: Spec) -> Iterator[str]:
     """Yield a sentence for each source of a job that lies on a claim of a cluster."""
     for field, source in _named_places(spec):
         if source.startswith(_CLAIM):
@@ -28,12 +28,12 @@ def claims(spec: Spec) -> Iterator[str]:
 
 def _named_places(spec: Spec) -> Iterator[tuple[str, str]]:
     sources = [(_MODEL, spec.model.source)]
-    sources += [(f"spec.data.train[{number}].source", each.source) for number, each in enumerate(spec.data.train)]
+    sources += [(f"spec.data.train[{number}].source", dataset.source) for number, dataset in enumerate(spec.data.train)]
     sources += [(f"spec.data.eval[{number}].source", each.source) for number, each in enumerate(spec.data.eval)]
     return ((field, source) for field, source in sources if is_place(source))
 
 
-def _problem(field: str, needed: Path) -> Iterator[str]:
+def _access_problems(field: str, needed: Path) -> Iterator[str]:
     try:
         needed.stat()
     except OSError as error:

@@ -16,7 +16,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 
 
 @dataclass(frozen=True)
-class Unbuilt(RuntimeParam):
+class UnbuiltParam(RuntimeParam):
     """A stand-in for the validator of an option, which is built once there is a value; None needs no validator."""
 
     def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
@@ -24,25 +24,25 @@ class Unbuilt(RuntimeParam):
         return value if ctx.resilient_parsing else build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
 
 
-class Commands(TyperGroup):
+class LazyCommands(TyperGroup):
     """The commands of a program, whose options get their validators when they have values."""
 
     def get_params(self, ctx: Context) -> list[Parameter]:
         """Return the program's own options."""
-        return _unbuilt(super().get_params(ctx))
+        return _delay_validators(super().get_params(ctx))
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         """Return a command by its name."""
-        found = super().get_command(ctx, cmd_name)
-        if found is not None:
-            _unbuilt(found.get_params(ctx))
-        return found
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _delay_validators(command.get_params(ctx))
+        return command
 
 
-def _unbuilt(parameters: Iterable[Parameter]) -> list[Parameter]:
-    found = [*parameters]
-    for parameter in found:
+def _delay_validators(parameters: Iterable[Parameter]) -> list[Parameter]:
+    delayed = [*parameters]
+    for parameter in delayed:
         if isinstance(parameter, TyperOption | TyperArgument) and parameter._runtime_param is None:  # noqa: SLF001
-            of = parameter.type_descriptor
-            parameter._runtime_param = Unbuilt(of.parameter_info, of.annotation)  # noqa: SLF001 typer has no other way
-    return found
+            descriptor = parameter.type_descriptor
+            parameter._runtime_param = UnbuiltParam(descriptor.parameter_info, descriptor.annotation)  # noqa: SLF001 typer has no other way
+    return delayed

@@ -15,15 +15,15 @@ from moejob_api.job import MoETrainingJob
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.ranks import ParallelGroup as RankGroup
-from moejob_api.layout.ranks import members, places
+from moejob_api.layout.ranks import group_members, rank_places
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.stages import StageLayers, stages
-from moejob_api.models.parameters import active_parameters, parameters
+from moejob_api.layout.stages import StageLayers, pipeline_stages
+from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed
 from moejob_api.planner.plan import Plan
 from moejob_api.problems import Problem
-from moejob_api.quantities import bytes_of, readable
+from moejob_api.quantities import quantity_bytes, readable_bytes
 from moejob_cli.document import parallelism_fields
 from moejob_cli.local_files import unreadable_sources
 
@@ -37,19 +37,19 @@ LISTED_RANKS = 8
 
 def plan_report(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> RenderableType:
     """Return the whole report of `moejob plan`."""
-    return Group(*_sections(job, plan, unseen, all_ranks))
+    return Group(*_report_sections(job, plan, unseen, all_ranks))
 
 
-def _absences(job: MoETrainingJob, unseen: str | None) -> Iterator[RenderableType]:
+def _absence_lines(job: MoETrainingJob, unseen: str | None) -> Iterator[RenderableType]:
     if unseen is not None:
         yield Text(f"  model not checked: {unseen}", style="yellow")
     for reason in unreadable_sources(job.spec):
         yield Text(f"  not here: {reason}", style="yellow")
 
 
-def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
-    yield _headline(job, plan)
-    yield from _absences(job, unseen)
+def _report_sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
+    yield _verdict_line(job, plan)
+    yield from _absence_lines(job, unseen)
     for problem in plan.problems:
         yield problem_line(problem, "refused", "red")
     if plan.layout is not None:
@@ -68,15 +68,15 @@ def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bo
         yield _suggestion_table(plan.suggestions)
 
 
-def _headline(job: MoETrainingJob, plan: Plan) -> Text:
-    verdict = ("accepted", "bold green") if plan.accepted else ("refused", "bold red")
-    what = f"  {job.metadata.name}: {job.spec.method} of {job.spec.model.source}"
-    return Text.assemble(verdict, what + (f" ({model_words(plan.shape)})" if plan.shape else ""))
+def _verdict_line(job: MoETrainingJob, plan: Plan) -> Text:
+    verdict = ("accepted", "bold green") if plan.is_accepted else ("refused", "bold red")
+    job_words = f"  {job.metadata.name}: {job.spec.method} of {job.spec.model.source}"
+    return Text.assemble(verdict, job_words + (f" ({model_words(plan.shape)})" if plan.shape else ""))
 
 
 def model_words(shape: ModelShape) -> str:
     """Family and size of a model in a few words."""
-    total, active = parameters(shape), active_parameters(shape)
+    total, active = total_parameters(shape), active_parameters(shape)
     size = f"{total / 1e9:.1f} B parameters" if total >= 1e8 else f"{total / 1e6:.1f} M parameters"
     return f"{shape.family}, {size}" + (
         f", {active / 1e9:.1f} B active" if active < total * 0.95 and active >= 1e8 else ""
@@ -91,10 +91,11 @@ def problem_line(problem: Problem, kind: str, style: str) -> Text:
 def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
     unit = "ranks" if plan.spec.resources.accelerator is Accelerator.CPU else "GPUs"
     yield Text(
-        f"  {_counted(layout.gpus, unit)} on {_counted(layout.nodes, 'nodes')}, {layout.gpus_per_pod} in each pod",
+        f"  {_count_words(layout.gpus, unit)} on {_count_words(layout.nodes, 'nodes')}, {layout.gpus_per_pod} in each "
+        "pod",
         style="bold",
     )
-    yield Text(f"  {'layers':9}{_factors(layout.tensor, layout.context, layout.data, layout.pipeline)}")
+    yield Text(f"  {'layers':9}{_factor_words(layout.tensor, layout.context, layout.data, layout.pipeline)}")
     folded = plan.spec.parallelism.expert_layout is ExpertLayout.FOLDED
     if layout.expert > 1 or folded:
         yield Text(
@@ -102,58 +103,62 @@ def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
             f"{layout.expert_data} x pipeline {layout.pipeline} = {layout.gpus}"
         )
     if plan.rollout is not None:
-        yield Text(f"  {'rollout':9}{_engines(plan.rollout, plan.spec.resources.accelerator)}")
+        yield Text(f"  {'rollout':9}{_rollout_words(plan.rollout, plan.spec.resources.accelerator)}")
 
 
-def _engines(rollout: RolloutLayout, accelerator: Accelerator) -> str:
-    engines = _counted(rollout.engines, "engines")
+def _rollout_words(rollout: RolloutLayout, accelerator: Accelerator) -> str:
+    engines = _count_words(rollout.engines, "engines")
     if accelerator is Accelerator.CPU:
-        return f"{engines} on {_counted(rollout.nodes, 'further nodes')}"
-    further = f"{_counted(rollout.gpus, 'further GPUs')} on {_counted(rollout.nodes, 'nodes')}"
+        return f"{engines} on {_count_words(rollout.nodes, 'further nodes')}"
+    further = f"{_count_words(rollout.gpus, 'further GPUs')} on {_count_words(rollout.nodes, 'nodes')}"
     where = further if rollout.gpus else "the trainer's GPUs"
-    return f"{engines} of {_counted(rollout.tensor, 'GPUs')} on {where}"
+    return f"{engines} of {_count_words(rollout.tensor, 'GPUs')} on {where}"
 
 
-def _counted(count: int, things: str) -> str:
+def _count_words(count: int, things: str) -> str:
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
-def _factors(tensor: int, context: int, data: int, pipeline: int) -> str:
+def _factor_words(tensor: int, context: int, data: int, pipeline: int) -> str:
     total = tensor * context * data * pipeline
     return f"tensor {tensor} x context {context} x data {data} x pipeline {pipeline} = {total}"
 
 
 def _rank_tables(plan: Plan, layout: Layout, all_ranks: bool) -> Iterator[RenderableType]:
     yield Text()
-    cut = stages(plan.spec.parallelism, len(plan.shape.layers)) if plan.shape else None
-    yield Padding(_stage_table(layout, cut), (0, 0, 0, 2))
+    stage_layers = pipeline_stages(plan.spec.parallelism, len(plan.shape.layers)) if plan.shape else None
+    yield Padding(_stage_table(layout, stage_layers), (0, 0, 0, 2))
     if all_ranks or 1 < layout.gpus <= LISTED_RANKS:
         yield Text()
         yield Padding(_rank_table(layout), (0, 0, 0, 2))
 
 
-def _stage_table(layout: Layout, cut: tuple[StageLayers, ...] | None) -> Table:
+def _stage_table(layout: Layout, stage_layers: tuple[StageLayers, ...] | None) -> Table:
     table = Table("stage", "ranks", "nodes", "layers", box=None, header_style="dim", pad_edge=False)
     in_stage = layout.gpus // layout.pipeline
     rows = []
     for stage in range(layout.pipeline):
         first, last = stage * in_stage, (stage + 1) * in_stage - 1
-        held = ", ".join(_span(chunk.start, chunk.stop - 1) for chunk in cut[stage].chunks if chunk) if cut else ""
-        nodes = _span(first // layout.gpus_per_pod, last // layout.gpus_per_pod)
-        rows.append((str(stage), _span(first, last), nodes, _with_ends(held, stage, layout.pipeline)))
-    for row in _shortened(rows):
+        layer_words = (
+            ", ".join(_span_words(chunk.start, chunk.stop - 1) for chunk in stage_layers[stage].chunks if chunk)
+            if stage_layers
+            else ""
+        )
+        nodes = _span_words(first // layout.gpus_per_pod, last // layout.gpus_per_pod)
+        rows.append((str(stage), _span_words(first, last), nodes, _stage_words(layer_words, stage, layout.pipeline)))
+    for row in _shorten_rows(rows):
         table.add_row(*row)
     return table
 
 
-def _with_ends(held: str, stage: int, pipeline: int) -> str:
+def _stage_words(layer_words: str, stage: int, pipeline: int) -> str:
     parts = ["embedding"] if stage == 0 else []
-    parts += [held] if held else []
+    parts += [layer_words] if layer_words else []
     parts += ["output"] if stage == pipeline - 1 else []
     return ", ".join(parts)
 
 
-def _shortened(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+def _shorten_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Yield at most eight rows: the middle stages of a long pipeline look like those at its ends."""
     if len(rows) <= 8:
         yield from rows
@@ -163,29 +168,31 @@ def _shortened(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     yield from rows[-3:]
 
 
-def _span(first: int, last: int) -> str:
+def _span_words(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
 def _rank_table(layout: Layout) -> Table:
     columns = ("rank", "node", "local", *(str(group) for group in RankGroup), "tensor peers", "expert peers")
     table = Table(*columns, box=None, header_style="dim", pad_edge=False)
-    for here in places(layout):
+    for rank_place in rank_places(layout):
         coordinates = (
-            here.tensor,
-            here.context,
-            here.data,
-            here.pipeline,
-            here.expert_tensor,
-            here.expert,
-            here.expert_data,
+            rank_place.tensor,
+            rank_place.context,
+            rank_place.data,
+            rank_place.pipeline,
+            rank_place.expert_tensor,
+            rank_place.expert,
+            rank_place.expert_data,
         )
-        peers = (_peers(members(layout, group, here.rank)) for group in (RankGroup.TENSOR, RankGroup.EXPERT))
-        table.add_row(*map(str, (here.rank, here.node, here.local_rank, *coordinates)), *peers)
+        peers = (
+            _peer_words(group_members(layout, group, rank_place.rank)) for group in (RankGroup.TENSOR, RankGroup.EXPERT)
+        )
+        table.add_row(*map(str, (rank_place.rank, rank_place.node, rank_place.local_rank, *coordinates)), *peers)
     return table
 
 
-def _peers(ranks: tuple[int, ...]) -> str:
+def _peer_words(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return "-"
     step = ranks[1] - ranks[0]
@@ -199,26 +206,26 @@ def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
     table.columns[1].justify = "right"
     for part in need.parts:
         bar = "▇" * max(0, round(part.bytes / max(need.bytes, 1) * BAR_WIDTH))
-        table.add_row(part.name, readable(part.bytes), Text(bar, style="cyan"), Text(part.why, style="dim"))
+        table.add_row(part.name, readable_bytes(part.bytes), Text(bar, style="cyan"), Text(part.why, style="dim"))
     table.add_row(
-        Text("together", style="bold"), Text(readable(need.bytes), style="bold"), "", _limit_words(plan, need)
+        Text("together", style="bold"), Text(readable_bytes(need.bytes), style="bold"), "", _limit_words(plan, need)
     )
     if need.host_bytes_per_pod:
         replay = need.replay_bytes_per_pod
-        of_it = Text(f"{readable(replay)} of it for grpo.routingReplay" if replay else "", style="dim")
-        table.add_row("host memory of a pod", readable(need.host_bytes_per_pod), "", of_it)
+        replay_words = Text(f"{readable_bytes(replay)} of it for grpo.routingReplay" if replay else "", style="dim")
+        table.add_row("host memory of a pod", readable_bytes(need.host_bytes_per_pod), "", replay_words)
     return Padding(table, (0, 0, 0, 2))
 
 
 def _volume_line(need: VolumeNeed, size: int | str | None) -> Text:
-    parts = [f"{need.checkpoints} checkpoints of {readable(need.checkpoint)}"]
+    parts = [f"{need.checkpoints} checkpoints of {readable_bytes(need.checkpoint)}"]
     parts += [
-        f"{name} {readable(size)}"
+        f"{name} {readable_bytes(size)}"
         for name, size in (("export", need.export), ("download", need.download), ("recorded tokens", need.tokens))
         if size
     ]
-    of = f" of {readable(bytes_of(size))}" if size is not None else ""
-    return Text(f"  volume: {', '.join(parts)}; together {readable(need.bytes)}{of}")
+    size_words = f" of {readable_bytes(quantity_bytes(size))}" if size is not None else ""
+    return Text(f"  volume: {', '.join(parts)}; together {readable_bytes(need.bytes)}{size_words}")
 
 
 def _limit_words(plan: Plan, need: MemoryEstimate) -> Text:
@@ -226,20 +233,20 @@ def _limit_words(plan: Plan, need: MemoryEstimate) -> Text:
         return Text("")
     fits = need.bytes <= plan.limit_bytes
     share = need.bytes / plan.limit_bytes
-    return Text(f"{share:.0%} of {readable(plan.limit_bytes)}", style="green" if fits else "red")
+    return Text(f"{share:.0%} of {readable_bytes(plan.limit_bytes)}", style="green" if fits else "red")
 
 
-def _suggestion_table(found: Sequence[Suggestion]) -> RenderableType:
+def _suggestion_table(suggestions: Sequence[Suggestion]) -> RenderableType:
     table = Table(
         "layouts that would be accepted", "GPUs", "nodes", "a GPU needs", box=None, header_style="dim", pad_edge=False
     )
-    for suggestion in found:
+    for suggestion in suggestions:
         need = suggestion.fit.per_gpu_bytes
         table.add_row(
             parallelism_words(suggestion.parallelism),
             str(suggestion.fit.gpus),
             str(suggestion.fit.nodes),
-            readable(need) if need is not None else "",
+            readable_bytes(need) if need is not None else "",
         )
     return Padding(table, (0, 0, 0, 2))
 

@@ -18,7 +18,7 @@ PLACEHOLDER_DATA = "pvc://datasets/train.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StarterOptions:
     """The options of a new job on the command line."""
 
     model: str
@@ -28,27 +28,29 @@ class Wish:
     global_batch_size: int
 
 
-def starter_job(wish: Wish) -> MoETrainingJob:
+def starter_job(options: StarterOptions) -> MoETrainingJob:
     """Return a job that trains the model on placeholder data, on one GPU until a layout is chosen."""
-    grpo = Grpo(rewards=(Reward(name=BuiltInReward.MATH),)) if wish.method is Method.GRPO else None
-    data_format = DataFormat.PROMPTS if wish.method is Method.GRPO else DataFormat.CHAT
+    grpo = Grpo(rewards=(Reward(name=BuiltInReward.MATH),)) if options.method is Method.GRPO else None
+    data_format = DataFormat.PROMPTS if options.method is Method.GRPO else DataFormat.CHAT
     return MoETrainingJob(
         api_version="moejob.dev/v1alpha1",
         kind=KIND,
-        metadata=Metadata(name=_job_name(wish)),
+        metadata=Metadata(name=_job_name(options)),
         spec=Spec(
-            method=wish.method,
-            model=Model(source=wish.model),
-            data=Data(train=(Dataset(source=PLACEHOLDER_DATA, format=data_format),), max_length=wish.sequence_tokens),
-            training=Training(max_steps=1000, global_batch_size=wish.global_batch_size),
+            method=options.method,
+            model=Model(source=options.model),
+            data=Data(
+                train=(Dataset(source=PLACEHOLDER_DATA, format=data_format),), max_length=options.sequence_tokens
+            ),
+            training=Training(max_steps=1000, global_batch_size=options.global_batch_size),
             grpo=grpo,
             storage=Storage(claim_name="training"),
-            resources=Resources(gpu_type=wish.gpu_type),
+            resources=Resources(gpu_type=options.gpu_type),
         ),
     )
 
 
-def _job_name(wish: Wish) -> str:
-    words = re.sub(r"[^a-z0-9]+", "-", wish.model.rpartition("/")[2].lower()).strip("-")
-    name = f"{words}-{wish.method.lower()}"[:MAX_NAME].strip("-")
+def _job_name(options: StarterOptions) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", options.model.rpartition("/")[2].lower()).strip("-")
+    name = f"{words}-{options.method.lower()}"[:MAX_NAME].strip("-")
     return name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME]

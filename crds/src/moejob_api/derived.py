@@ -10,8 +10,8 @@ from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.hardware import GIB
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import Placement
-from moejob_api.job.moe import Balancing
+from moejob_api.job.grpo import RolloutPlacement
+from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import Layout
@@ -49,24 +49,24 @@ class RolloutLayout:
     nodes: int
 
 
-def batch(spec: Spec, layout: Layout) -> UpdateBatch:
+def update_batch(spec: Spec, layout: Layout) -> UpdateBatch:
     """Return the division of the global batch over ranks; sizes that do not divide are rounded up."""
     training = spec.training
     sequences = global_batch_size(spec)
-    of_rank = max(1, sequences // layout.data)
+    rank_sequences = max(1, sequences // layout.data)
     micro = training.micro_batch_size
     tokens = training.dynamic_batch_tokens
     if tokens is None:
-        count = -(-of_rank // micro)
+        microbatches = -(-rank_sequences // micro)
     else:
         # Only the longest samples are known before the data is; shorter ones give fewer microbatches.
-        count = round_up(
-            -(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
+        microbatches = round_up(
+            -(-rank_sequences * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
         )
     return UpdateBatch(
         sequences=sequences,
         micro_tokens=tokens or micro * spec.data.max_length,
-        microbatches=count,
+        microbatches=microbatches,
         updates_per_step=updates_per_step(spec),
     )
 
@@ -98,16 +98,16 @@ def sequence_divisor(layout: Layout) -> int:
     return chunks * (layout.tensor if layout.sequence_parallel else 1)
 
 
-def balancing(spec: Spec) -> Balancing:
+def balancing_method(spec: Spec) -> BalancingMethod:
     """Return the method that keeps the load of the experts even."""
     if spec.moe.balancing is not None:
         return spec.moe.balancing
-    return Balancing.NONE if spec.method is Method.GRPO else Balancing.AUX_LOSS
+    return BalancingMethod.NONE if spec.method is Method.GRPO else BalancingMethod.AUX_LOSS
 
 
-def counts_choices(spec: Spec) -> bool:
+def needs_choice_count(spec: Spec) -> bool:
     """True when the global batch passes through the model once more, to count what its tokens choose."""
-    return balancing(spec) is Balancing.GLOBAL_AUX_LOSS and spec.moe.aux_loss_coefficient > 0
+    return balancing_method(spec) is BalancingMethod.GLOBAL_AUX_LOSS and spec.moe.aux_loss_coefficient > 0
 
 
 def choice_bytes(experts: int) -> int:
@@ -115,7 +115,7 @@ def choice_bytes(experts: int) -> int:
     return 1 if experts < 2**8 else 2
 
 
-def router_is_frozen(spec: Spec) -> bool:
+def has_frozen_router(spec: Spec) -> bool:
     """Return whether the router keeps its weights."""
     if spec.training.lora is not None:
         return True
@@ -152,45 +152,45 @@ def share_dtype(spec: Spec) -> Dtype:
     return spec.model.dtype if spec.training.precision.gradients is spec.model.dtype else Dtype.FLOAT32
 
 
-def sums_in_products(spec: Spec) -> bool:
+def can_sum_in_products(spec: Spec) -> bool:
     """Return whether products of experts add their weights' gradients to the sums: quack-kernels does, on its GPUs."""
     is_able = spec.resources.gpu_type in SUMMING_GPUS and not spec.training.deterministic
-    is_summed = spec.training.lora is None and not spec.memory.sharding.divides_weights
+    is_summed = spec.training.lora is None and not spec.memory.sharding.has_weight_shards
     return is_able and is_summed and spec.model.dtype is Dtype.BFLOAT16
 
 
-def multiplies_float8(spec: Spec) -> bool:
+def has_float8_products(spec: Spec) -> bool:
     """Return whether products of layers are of FP8 numbers."""
     return spec.training.precision.compute is ComputeType.FP8
 
 
-def keeps_roundings(spec: Spec, layout: Layout) -> bool:
+def has_shared_roundings(spec: Spec, layout: Layout) -> bool:
     """Return whether a weight's FP8 roundings are made once for all micro batches, instead of for each product.
 
     Replicas that divide weights hold no more than a layer or two of them.
     """
-    is_kept = not spec.memory.sharding.divides_weights and batch(spec, layout).microbatches > 1
-    return multiplies_float8(spec) and is_kept
+    is_kept = not spec.memory.sharding.has_weight_shards and update_batch(spec, layout).microbatches > 1
+    return has_float8_products(spec) and is_kept
 
 
-def overlaps_gradient_reduction(spec: Spec) -> bool:
+def has_overlapped_gradient_reduction(spec: Spec) -> bool:
     """Return whether replicas sum gradients beside the backward pass; gloo would need the cores that compute it."""
-    given = spec.training.communication.overlap_gradient_reduction
-    return spec.resources.accelerator is Accelerator.GPU if given is None else given
+    setting = spec.training.communication.overlap_gradient_reduction
+    return spec.resources.accelerator is Accelerator.GPU if setting is None else setting
 
 
-def overlaps_parameter_gather(spec: Spec) -> bool:
+def has_overlapped_parameter_gather(spec: Spec) -> bool:
     """Return whether updated weights arrive beside the next forward pass; GRPO publishes them before it."""
     is_wanted = spec.training.communication.overlap_parameter_gather and spec.method is Method.SFT
-    return is_wanted and overlaps_gradient_reduction(spec) and not spec.memory.sharding.divides_weights
+    return is_wanted and has_overlapped_gradient_reduction(spec) and not spec.memory.sharding.has_weight_shards
 
 
-def reads_replicas(spec: Spec) -> bool:
+def has_replica_reads(spec: Spec) -> bool:
     """Return whether experts' shares are copied from the memory of replicas, which must not move meanwhile."""
-    if not spec.memory.sharding.divides_weights or spec.memory.offload_parameters:
+    if not spec.memory.sharding.has_weight_shards or spec.memory.offload_parameters:
         return False
-    given = spec.training.communication.read_replicas
-    return spec.resources.accelerator is Accelerator.GPU if given is None else given
+    setting = spec.training.communication.read_replicas
+    return spec.resources.accelerator is Accelerator.GPU if setting is None else setting
 
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:
@@ -209,10 +209,10 @@ def rollout_layout(spec: Spec, layout: Layout) -> RolloutLayout | None:
         return None
     rollout = spec.grpo.rollout
     match rollout.placement:
-        case Placement.COLOCATED:
+        case RolloutPlacement.COLOCATED:
             engines = layout.nodes * colocated_per_pod(spec, layout.gpus_per_pod)
             return RolloutLayout(max(1, engines), rollout.tensor, gpus=0, nodes=0)
-        case Placement.SEPARATE:
+        case RolloutPlacement.SEPARATE:
             engines = rollout.replicas or 1
             per_node = max(1, spec.resources.gpus_per_node // rollout.tensor)
             return RolloutLayout(engines, rollout.tensor, engines * rollout.tensor, ceil_div(engines, per_node))

@@ -42,7 +42,7 @@ GB200 = Hardware("GB200", int(184.0 * GIB), 2500 * TERA, 8.0 * TERA, 900 * GIGA,
 CPU = Hardware("CPU", 0, 0.1 * TERA, 20 * GIGA, 5 * GIGA, 1 * GIGA, 20 * GIGA)
 
 
-def known(gpu_type: GpuType) -> Hardware:
+def gpu_hardware(gpu_type: GpuType) -> Hardware:
     """The hardware of a GPU type that a job can name."""
     match gpu_type:
         case GpuType.A100:
@@ -57,11 +57,11 @@ def known(gpu_type: GpuType) -> Hardware:
             return GB200
 
 
-def hardware(resources: Resources) -> Hardware:
+def job_hardware(resources: Resources) -> Hardware:
     """The hardware a job runs on; where it does not say, the speed of an H100, the most common one."""
     if resources.accelerator is Accelerator.CPU:
         return CPU
-    return known(resources.gpu_type) if resources.gpu_type is not None else H100
+    return gpu_hardware(resources.gpu_type) if resources.gpu_type is not None else H100
 
 
 def memory_limit_bytes(resources: Resources) -> int | None:
@@ -70,4 +70,4 @@ def memory_limit_bytes(resources: Resources) -> int | None:
         return None
     if resources.gpu_memory_gi_b is not None:
         return resources.gpu_memory_gi_b * GIB
-    return known(resources.gpu_type).memory_bytes if resources.gpu_type is not None else None
+    return gpu_hardware(resources.gpu_type).memory_bytes if resources.gpu_type is not None else None

@@ -66,8 +66,8 @@ def weak_signals(lines: Sequence[StepRewards], grpo: Grpo) -> list[LearningSigna
     recent = lines[-WINDOW_STEPS:]
     if len(recent) < WINDOW_STEPS or any(line.reward is None for line in recent):
         return []
-    found = [_flat(lines, recent, grpo), _cut(recent, grpo)]
-    return [signal for signal in found if signal is not None]
+    signals = [_flat_signal(lines, recent, grpo), _cut_signal(recent, grpo)]
+    return [signal for signal in signals if signal is not None]
 
 
 def signal_words(line: StepRewards) -> list[str]:
@@ -80,7 +80,7 @@ def signal_words(line: StepRewards) -> list[str]:
     return words
 
 
-def _flat(lines: Sequence[StepRewards], recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
+def _flat_signal(lines: Sequence[StepRewards], recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
     mean = fmean(line.reward or 0.0 for line in recent)
     flat, groups = sum(line.flat_groups for line in recent), sum(line.groups for line in recent)
     if not groups or flat / groups < MOST_FLAT or _has_risen(lines):
@@ -102,7 +102,7 @@ def _has_risen(lines: Sequence[StepRewards]) -> bool:
     return fmean(line.reward or 0.0 for line in last) > fmean(line.reward or 0.0 for line in first)
 
 
-def _cut(recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
+def _cut_signal(recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
     share = fmean(line.cut_share for line in recent)
     # A step of which no answer is left has no share.
     if isnan(share) or share < MOST_CUT:

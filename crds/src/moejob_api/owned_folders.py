@@ -27,12 +27,12 @@ def remove_folder(folder: Path) -> None:
 def owned_folder(prefix: str, parent: Path, remove: Callable[[Path], None] = remove_folder) -> Iterator[Path]:
     """A folder of this process alone, removed at the end; those of this prefix whose owners were killed go at once."""
     sweep_orphans(prefix, parent, remove)
-    folder, lock = _make(prefix, parent)
+    folder, lock = _make_folder(prefix, parent)
     try:
         yield folder
     finally:
         remove(folder)
-        _lock_of(folder).unlink(missing_ok=True)
+        _lock_path(folder).unlink(missing_ok=True)
         os.close(lock)
 
 
@@ -41,10 +41,10 @@ def sweep_orphans(prefix: str, parent: Path, remove: Callable[[Path], None] = re
     for path in parent.glob(f"{prefix}*{_LOCK}"):
         # Gone by now, or another user's, whose folder is another's to remove.
         with suppress(OSError):
-            _sweep(path, remove)
+            _sweep_folder(path, remove)
 
 
-def _sweep(path: Path, remove: Callable[[Path], None]) -> None:
+def _sweep_folder(path: Path, remove: Callable[[Path], None]) -> None:
     lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(lock).st_uid != os.geteuid():
@@ -58,26 +58,26 @@ def _sweep(path: Path, remove: Callable[[Path], None]) -> None:
         os.close(lock)
 
 
-def _make(prefix: str, parent: Path) -> tuple[Path, int]:
+def _make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(_RANDOM_BYTES)}"
-        lock = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        lock = os.open(_lock_path(folder), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         # A start that sweeps may have taken the file between its making and the lock.
-        if _is_at(lock, _lock_of(folder)):
+        if _is_at(lock, _lock_path(folder)):
             folder.mkdir(mode=0o700)
             return folder, lock
         os.close(lock)
 
 
-def _lock_of(folder: Path) -> Path:
+def _lock_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{_LOCK}")
 
 
 def _is_at(lock: int, path: Path) -> bool:
     try:
-        there = path.lstat()
+        file_status = path.lstat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(lock))
+    return os.path.samestat(file_status, os.fstat(lock))

@@ -14,7 +14,7 @@ _FACTORS = {
 }
 
 
-def bytes_of(quantity: int | str) -> int:
+def quantity_bytes(quantity: int | str) -> int:
     """The bytes of a quantity such as 16Gi."""
     if isinstance(quantity, int):
         return quantity
@@ -26,7 +26,7 @@ def bytes_of(quantity: int | str) -> int:
     return int(Decimal(quantity))
 
 
-def readable(size_bytes: float) -> str:
+def readable_bytes(size_bytes: float) -> str:
     """Bytes as GiB with one decimal, the unit in which GPUs are sold; TiB for what does not fit on one."""
     if size_bytes >= 4096 * GIB:
         return f"{size_bytes / (1024 * GIB):.1f} TiB"

@@ -14,10 +14,10 @@ from moejob_operator.runtime.settings import read_settings
 def main() -> int:
     """Run one replica."""
     settings = read_settings(sys.argv[1:])
-    logs.configure(settings.log_level, logs.LogFormat(settings.log_format))
+    logs.configure_logs(settings.log_level, logs.LogFormat(settings.log_format))
     process.keep_loop_prompt()
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        return runner.run(process.run(settings))
+        return runner.run(process.run_operator(settings))
 
 
 if __name__ == "__main__":

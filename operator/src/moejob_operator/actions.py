@@ -27,7 +27,7 @@ WRITE_ONLY = frozenset({Kind.SECRET, Kind.NETWORK_POLICY})
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ObjectReference:
     """One object, by name and UID: an object of the same name that came later is another object."""
 
     kind: Kind
@@ -47,7 +47,7 @@ class Ensure:
 class Delete:
     """Delete exactly this object. A pod gets its own grace period unless another is set; 0 waits for no kubelet."""
 
-    ref: Ref
+    ref: ObjectReference
     grace_seconds: int | None = None
 
     @property

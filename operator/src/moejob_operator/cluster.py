@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moejob_api.contract.pods import PodProgress
-from moejob_operator.actions import Event, Manifest, Ref
+from moejob_operator.actions import Event, Manifest, ObjectReference
 
 Raw = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class Forbidden(Exception):
     """The API server refused, and would again: quota, admission, an invalid object. The message is for the user."""
 
 
-class InTheWay(Forbidden):
+class NameInTheWay(Forbidden):
     """Another client's object has the name of one that the job needs: it is neither trusted nor changed."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -64,26 +64,26 @@ class InTheWay(Forbidden):
 class Cluster(Protocol):
     """The reads and writes of a reconcile. Every method raises Retryable when the API server does not answer."""
 
-    async def job(self, key: JobKey) -> Raw | None:
+    async def get_job(self, key: JobKey) -> Raw | None:
         """The job as it is now; None when it is gone."""
 
-    async def children(self, key: JobKey, *, live: bool) -> Children:
+    async def list_children(self, key: JobKey, *, live: bool) -> Children:
         """The job's objects: from the watch cache, or listed now, as before an action that cannot be undone."""
 
     async def ensure(self, manifest: Manifest) -> None:
         """Create an object. An existing one that looks as created is fine; another client's is Forbidden."""
 
-    async def lacks(self, manifest: Manifest) -> bool:
+    async def is_missing(self, manifest: Manifest) -> bool:
         """Return whether a write-only object is missing; False where that cannot be known."""
 
-    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+    async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
         """Delete the object with exactly this UID; a missing or replaced object is no error."""
 
     async def write_status(self, job: Raw, status: Raw) -> None:
         """Write the status of the job as it was read; Conflict when it changed since."""
 
-    async def post(self, job: Raw, event: Event) -> None:
+    async def post_event(self, job: Raw, event: Event) -> None:
         """Post an event about the job; losing one is no error."""
 
-    async def progress(self, pod: Raw) -> PodProgress | None:
+    async def get_progress(self, pod: Raw) -> PodProgress | None:
         """Return the progress that a pod reports; None without a readable reply in time."""

@@ -7,13 +7,13 @@ from datetime import datetime
 
 from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Action, Delete, Event
-from moejob_operator.observed import Observed
+from moejob_operator.observed import Observation
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.guard_clauses import GUARDS, seconds_to_deadline
-from moejob_operator.planning.observed_state import ObservedState, Setting, observed_state
-from moejob_operator.planning.timestamps import soonest
-from moejob_operator.status.events import events
-from moejob_operator.status.job_status import settles_after_seconds, status_of
+from moejob_operator.planning.observed_state import ObservedState, OperatorSetting, observed_state
+from moejob_operator.planning.timestamps import shortest_wait
+from moejob_operator.status.events import transition_events
+from moejob_operator.status.job_status import next_status, settles_after_seconds
 from moejob_operator.validation import Validation
 
 
@@ -31,31 +31,35 @@ class Reconciliation:
     needs_live: bool
 
 
-def decide(
-    seen: Observed, validation: Validation, setting: Setting, now: datetime, refusal: str | None = None
+def plan_reconciliation(
+    observation: Observation,
+    validation: Validation,
+    setting: OperatorSetting,
+    now: datetime,
+    refusal: str | None = None,
 ) -> Reconciliation:
     """Decide about a job. `refusal` is the answer of the API server to the actions of this decision."""
-    s = observed_state(seen, validation, setting, now, refusal)
+    s = observed_state(observation, validation, setting, now, refusal)
     # The last guard always decides, so `next` needs no default.
     decision = next(decision for decision in (guard(s) for guard in GUARDS) if decision is not None)
     if decision.phase is None:
         return Reconciliation((), s.status, (), None, needs_live=False)
-    status = status_of(s, decision)
+    status = next_status(s, decision)
     return Reconciliation(
         actions=decision.actions,
         status=status,
-        events=(*events(s.status, status), *decision.events),
-        requeue_after_seconds=soonest(
+        events=(*transition_events(s.status, status), *decision.events),
+        requeue_after_seconds=shortest_wait(
             decision.requeue_after_seconds,
-            _deadline(s, decision),
+            _deadline_seconds(s, decision),
             settles_after_seconds(s, status),
-            _sequel(s, decision),
+            _sequel_seconds(s, decision),
         ),
         needs_live=decision.needs_live,
     )
 
 
-def _sequel(s: ObservedState, decision: Decision) -> float | None:
+def _sequel_seconds(s: ObservedState, decision: Decision) -> float | None:
     """Requeue at once after a deletion and after the end of the job: the next reconcile does what follows.
 
     No watch triggers that reconcile: watches report changes by others, and a pod of a lost node never ends.
@@ -66,6 +70,6 @@ def _sequel(s: ObservedState, decision: Decision) -> float | None:
     return 0.0 if is_over or any(isinstance(action, Delete) for action in decision.actions) else None
 
 
-def _deadline(s: ObservedState, decision: Decision) -> float | None:
+def _deadline_seconds(s: ObservedState, decision: Decision) -> float | None:
     is_active = decision.phase in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING) and s.validation.is_accepted
     return seconds_to_deadline(s) if is_active else None

@@ -19,24 +19,24 @@ class ExpiringCache(Generic[Value]):
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._known: OrderedDict[JobKey, tuple[Hashable, Value]] = OrderedDict()
+        self._values: OrderedDict[JobKey, tuple[Hashable, Value]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._values)
 
-    def of(self, key: JobKey, identity: Hashable) -> Value | None:
+    def get(self, key: JobKey, identity: Hashable) -> Value | None:
         """Return the kept value of a job, if it was of this identity."""
-        known, value = self._known.get(key, (None, None))
-        return value if known == identity else None
+        known_identity, value = self._values.get(key, (None, None))
+        return value if known_identity == identity else None
 
-    def keep(self, key: JobKey, identity: Hashable, value: Value) -> Value:
+    def store(self, key: JobKey, identity: Hashable, value: Value) -> Value:
         """Keep a value in place of any other of the job. Returns it."""
-        self._known[key] = (identity, value)
-        self._known.move_to_end(key)
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
+        self._values[key] = (identity, value)
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
         return value
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
-        self._known.pop(key, None)
+        self._values.pop(key, None)

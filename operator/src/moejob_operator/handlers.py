@@ -29,36 +29,36 @@ async def startup(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) ->
 @kopf.on.login(errors=_ONCE)
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     """Give kopf our session."""
-    return _operator(memo).session.credentials()
+    return _get_operator(memo).session.build_credentials()
 
 
 @kopf.on.event(GROUP, VERSION, PLURAL)
 async def job_event(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
     """Keep the job, and ask for its reconciliation."""
-    _operator(memo).receive(event)
+    _get_operator(memo).receive_event(event)
 
 
 @kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER)
 def validate(warnings: list[str], memo: kopf.Memo, operation: str = "", **_: Any) -> None:
     """Deny a job that cannot work. Runs in a thread: a check may take a while, and a Lease is renewed in the loop."""
-    review.validate(operation, warnings, _operator(memo).limits)
+    review.answer_review(operation, warnings, _get_operator(memo).limits)
 
 
 @kopf.on.probe(id="operator", errors=_ONCE)
 async def probe(memo: kopf.Memo, **_: Any) -> str:
     """Fail when a part has ended, or when kopf watches jobs no more."""
-    troubles = _operator(memo).troubles()
+    troubles = _get_operator(memo).find_troubles()
     if troubles:
-        raise kopf.PermanentError(health.text(troubles))
+        raise kopf.PermanentError(health.format_lacks(troubles))
     return "ok"
 
 
 @kopf.on.cleanup(errors=_ONCE)
 async def cleanup(memo: kopf.Memo, **_: Any) -> None:
     """Let the work in hand end, give up the Lease, and stop everything."""
-    await _operator(memo).stop()
+    await _get_operator(memo).stop()
 
 
-def _operator(memo: kopf.Memo) -> Operator:
+def _get_operator(memo: kopf.Memo) -> Operator:
     operator: Operator = memo.operator
     return operator

@@ -20,8 +20,8 @@ from moejob_api.job import KIND
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists, configuration
-from moejob_operator.kube_api.live_lists import JOBS, collection
+from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound, load_configuration
+from moejob_operator.kube_api.live_lists import JOBS, collection_path
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease
 from moejob_operator.runtime.metrics import Metrics
 
@@ -66,89 +66,95 @@ class Installation(BaseSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class InstallationCheck:
     """A claim about the installation, and the function that looks for a problem with it."""
 
     claim: str
     problem: Callable[[], Awaitable[Problem]]
 
 
-def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSession) -> tuple[Check, ...]:
+def installation_checks(
+    installation: Installation, api: ApiClient, http: aiohttp.ClientSession
+) -> tuple[InstallationCheck, ...]:
     """Return the checks of an installation, in the order in which its parts come up."""
     lease = ApiLeaseStore(api, installation.own_namespace, installation.lease_name)
-    path = f"{collection(Kind.JOB, installation.namespace)}?dryRun=All&fieldValidation=Strict"
+    path = f"{collection_path(Kind.JOB, installation.namespace)}?dryRun=All&fieldValidation=Strict"
     versions: set[str] = set()
 
-    async def is_unready() -> Problem:
-        async with http.get(f"{installation.url}/readyz") as answer:
-            return None if answer.status == 200 else (await answer.text()).strip()
+    async def check_ready() -> Problem:
+        async with http.get(f"{installation.url}/readyz") as response:
+            return None if response.status == 200 else (await response.text()).strip()
 
-    async def is_leaderless() -> Problem:
+    async def check_leader() -> Problem:
         raw = await lease.read()
-        held = None if raw is None else Lease.of(raw)
+        current_lease = None if raw is None else Lease.from_body(raw)
         name = f"the Lease {installation.lease_name} in {installation.own_namespace}"
-        if held is None or not held.holder:
+        if current_lease is None or not current_lease.holder:
             return f"nobody holds {name}"
         # A holder that died stays in the Lease; only one that lives renews it.
-        versions.add(held.version)
-        return None if len(versions) > 1 else f"{held.holder} holds {name} and has not renewed it"
+        versions.add(current_lease.version)
+        return None if len(versions) > 1 else f"{current_lease.holder} holds {name} and has not renewed it"
 
-    async def is_refused() -> Problem:
-        await api.create(path, _job(_SPEC))
+    async def check_accepted() -> Problem:
+        await api.create(path, _job_body(_SPEC))
         return None
 
-    async def is_let_through() -> Problem:
+    async def check_denied() -> Problem:
         try:
-            await api.create(path, _job(_WRONG_SPEC))
+            await api.create(path, _job_body(_WRONG_SPEC))
         except Forbidden as refusal:
             return None if f'admission webhook "{HOOK}" denied' in str(refusal) else str(refusal)
         return f"it was accepted: the API server does not reach the webhook {HOOK}, or does not trust it"
 
     always = (
-        Check("the operator is ready", is_unready),
-        Check("a replica leads", is_leaderless),
-        Check("a job that can work is accepted", is_refused),
+        InstallationCheck("the operator is ready", check_ready),
+        InstallationCheck("a replica leads", check_leader),
+        InstallationCheck("a job that can work is accepted", check_accepted),
     )
-    return (*always, Check("a job that cannot work is denied", is_let_through)) if installation.webhook else always
+    return (
+        (*always, InstallationCheck("a job that cannot work is denied", check_denied))
+        if installation.webhook
+        else always
+    )
 
 
-async def lasting_problem(check: Check, until: float) -> Problem:
+async def lasting_problem(check: InstallationCheck, deadline: float) -> Problem:
     """Repeat a check until it passes or time is up; return its last problem, None when it has passed."""
     while True:
         try:
             problem = await check.problem()
-        except (Absent, Conflict, Exists, Forbidden, Retryable, aiohttp.ClientError, TimeoutError) as error:
+        except (NotFound, Conflict, AlreadyExists, Forbidden, Retryable, aiohttp.ClientError, TimeoutError) as error:
             problem = str(error) or repr(error)
-        if problem is None or asyncio.get_running_loop().time() + _PAUSE_SECONDS > until:
+        if problem is None or asyncio.get_running_loop().time() + _PAUSE_SECONDS > deadline:
             return problem
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def examined(installation: Installation, say: Callable[[str], object]) -> bool:
+async def run_checks(installation: Installation, print_line: Callable[[str], object]) -> bool:
     """Run all checks, report each with its result, and return whether all have passed."""
-    until = asyncio.get_running_loop().time() + installation.seconds
-    found = await configuration(installation.kubeconfig)
-    api = ApiClient(found, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
+    deadline = asyncio.get_running_loop().time() + installation.seconds
+    api_configuration = await load_configuration(installation.kubeconfig)
+    api = ApiClient(api_configuration, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
     problems = []
     try:
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            for check in checks(installation, api, http):
-                problems.append(await lasting_problem(check, until))
-                say(f"ok: {check.claim}" if problems[-1] is None else f"NOT so: {check.claim}: {problems[-1]}")
+            for check in installation_checks(installation, api, http):
+                problems.append(await lasting_problem(check, deadline))
+                print_line(f"ok: {check.claim}" if problems[-1] is None else f"NOT so: {check.claim}: {problems[-1]}")
     finally:
         await api.close()
     return not any(problems)
 
 
-def _job(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _job_body(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": JOBS, "kind": KIND, "metadata": {"name": "moejob-installed"}, "spec": spec}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print each check with its result; 1 when one has failed."""
     installation = Installation(_cli_parse_args=list(arguments))
-    is_well = asyncio.run(examined(installation, lambda line: sys.stdout.write(f"{line}\n")))
+    is_well = asyncio.run(run_checks(installation, lambda line: sys.stdout.write(f"{line}\n")))
     return 0 if is_well else 1
 
 

@@ -32,21 +32,23 @@ class Log:
 
     def debug(self, event: str, **fields: object) -> None:
         """Log a detail for developers."""
-        self._say(logging.DEBUG, event, fields)
+        self._write_event(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
         """Log an expected event."""
-        self._say(logging.INFO, event, fields)
+        self._write_event(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
         """Log an event that is tried again."""
-        self._say(logging.WARNING, event, fields)
+        self._write_event(logging.WARNING, event, fields)
 
     def error(self, event: str, *, raised: BaseException | None = None, **fields: object) -> None:
         """Log an event that a person has to act on, with the traceback of the exception."""
-        self._say(logging.ERROR, event, fields, raised)
+        self._write_event(logging.ERROR, event, fields, raised)
 
-    def _say(self, level: int, event: str, fields: Mapping[str, object], raised: BaseException | None = None) -> None:
+    def _write_event(
+        self, level: int, event: str, fields: Mapping[str, object], raised: BaseException | None = None
+    ) -> None:
         if self._logger.isEnabledFor(level):
             exception = None if raised is None else (type(raised), raised, raised.__traceback__)
             self._logger.log(level, event, exc_info=exception, extra={_FIELDS: dict(fields)}, stacklevel=3)
@@ -64,7 +66,7 @@ class JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         # No field may replace the time, level, logger or name of an event.
-        line |= {name: value for name, value in _fields(record).items() if name not in line}
+        line |= {name: value for name, value in _event_fields(record).items() if name not in line}
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
         return json.dumps(line, default=str)
@@ -76,32 +78,32 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
         time = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={value}" for name, value in _event_fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.getMessage()}{fields}"
         if record.exc_info and record.exc_info[0] is not None:
             line += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
         return line
 
 
-def configure(level: str, form: LogFormat, stream: TextIO = sys.stdout) -> None:
+def configure_logs(level: str, form: LogFormat, stream: TextIO = sys.stdout) -> None:
     """Send every log line of the process, those of libraries too, to one stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()
-    handler.addFilter(_denied)
+    handler.addFilter(_relabel_denial)
     root.handlers = [handler]
     root.setLevel(level)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
-def _denied(record: logging.LogRecord) -> bool:
+def _relabel_denial(record: logging.LogRecord) -> bool:
     """Log a denial at INFO: kopf logs a handler that refuses a job as an error."""
     if record.name == "kopf.objects" and " failed permanently: " in str(record.msg):
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+def _event_fields(record: logging.LogRecord) -> Mapping[str, object]:
     fields: Mapping[str, object] = getattr(record, _FIELDS, {})
     return fields

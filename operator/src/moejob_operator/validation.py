@@ -16,8 +16,8 @@ from moejob_api.contract.pod_environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.planner.plan import Plan, plan
+from moejob_api.models.sources import UnseenModel, model_shape
+from moejob_api.planner.plan import Plan, plan_job
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems
 from moejob_operator.cluster import JobKey
@@ -46,51 +46,51 @@ class Validation:
         return not self.problems and self.layout is not None
 
 
-def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
+def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
     """Validate a spec within limits. It reads no file of this disk that the job's author could name."""
-    beyond = tuple(limit_problems(spec, limits))
+    limit_violations = tuple(limit_problems(spec, limits))
     try:
-        seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
-        found = plan(spec, None if isinstance(seen, Unseen) else seen, with_suggestions=with_suggestions)
-    except InvalidSpec as refused:
-        return Validation((*refused.problems, *beyond))
+        shape = model_shape(spec.model.source, spec.model.revision, local_paths=False)
+        job_plan = plan_job(spec, None if isinstance(shape, UnseenModel) else shape, with_suggestions=with_suggestions)
+    except InvalidSpec as refusal:
+        return Validation((*refusal.problems, *limit_violations))
     return Validation(
-        problems=(*found.problems, *beyond, *_too_long(spec), *_too_many_pods(found)),
-        warnings=found.warnings,
-        layout=found.layout,
-        rollout=found.rollout,
-        memory_per_gpu_bytes=None if found.memory is None else found.memory.bytes,
-        unseen=seen.reason if isinstance(seen, Unseen) else None,
-        suggestions=_suggestions(found),
+        problems=(*job_plan.problems, *limit_violations, *_length_problems(spec), *_pod_problems(job_plan)),
+        warnings=job_plan.warnings,
+        layout=job_plan.layout,
+        rollout=job_plan.rollout,
+        memory_per_gpu_bytes=None if job_plan.memory is None else job_plan.memory.bytes,
+        unseen=shape.reason if isinstance(shape, UnseenModel) else None,
+        suggestions=_suggestion_texts(job_plan),
     )
 
 
 class Validator:
     """Caches results: a generation of a job keeps its result for as long as the job and this process live."""
 
-    def __init__(self, ask: Callable[[Spec], Validation] = validation_of) -> None:
-        self._ask = ask
-        self._known: ExpiringCache[Validation] = ExpiringCache()
+    def __init__(self, check_spec: Callable[[Spec], Validation] = validate_spec) -> None:
+        self._check_spec = check_spec
+        self._validations: ExpiringCache[Validation] = ExpiringCache()
 
-    async def of(self, job: Job) -> Validation:
+    async def validate_job(self, job: Job) -> Validation:
         """Return the validation of a job."""
         if job.spec is None:
             return Validation(job.problems)
-        known = self._known.of(job.key, job.identity)
-        if known is not None:
-            return known
+        cached = self._validations.get(job.key, job.identity)
+        if cached is not None:
+            return cached
         # The search for layouts that fit may take seconds, in which the event loop has to renew the Lease.
-        return self._known.keep(job.key, job.identity, await asyncio.to_thread(self._ask, job.spec))
+        return self._validations.store(job.key, job.identity, await asyncio.to_thread(self._check_spec, job.spec))
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
-        self._known.forget(key)
+        self._validations.forget(key)
 
 
-def _too_many_pods(found: Plan) -> tuple[Problem, ...]:
-    trainers = 0 if found.layout is None else found.layout.nodes
+def _pod_problems(job_plan: Plan) -> tuple[Problem, ...]:
+    trainers = 0 if job_plan.layout is None else job_plan.layout.nodes
     # Engines on the trainer's GPUs are in its pods.
-    engines = 0 if found.rollout is None or not found.rollout.gpus else found.rollout.engines
+    engines = 0 if job_plan.rollout is None or not job_plan.rollout.gpus else job_plan.rollout.engines
     if trainers + engines <= MOST_PODS:
         return ()
     message = (
@@ -100,7 +100,7 @@ def _too_many_pods(found: Plan) -> tuple[Problem, ...]:
     return (Problem(Rule.NODE_SIZE, "spec.resources.gpusPerNode", message),)
 
 
-def _too_long(spec: Spec) -> tuple[Problem, ...]:
+def _length_problems(spec: Spec) -> tuple[Problem, ...]:
     size = len(spec_text(spec).encode())
     if size <= LONGEST_VALUE_BYTES:
         return ()
@@ -111,9 +111,9 @@ def _too_long(spec: Spec) -> tuple[Problem, ...]:
     return (Problem(Rule.ENVIRONMENT, "spec.data.chatTemplate", message),)
 
 
-def _suggestions(found: Plan) -> tuple[str, ...]:
+def _suggestion_texts(job_plan: Plan) -> tuple[str, ...]:
     texts = []
-    for suggestion in found.suggestions:
+    for suggestion in job_plan.suggestions:
         fields = suggestion.parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         # One line, that can be pasted into a job as it is.
         layout = yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=math.inf).strip()

@@ -21,66 +21,66 @@ from moejob_rollout.asgi import Receive, Reply, Scope, Send
 _INT32, _FLOAT32 = "i", "f"
 
 
-class BadRequest(ValueError):
+class UnanswerableRequest(ValueError):
     """A request that no engine could answer, as one with a prompt that is too long."""
 
 
-async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+async def answer_request(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one request. A client that leaves ends the work for it."""
     reply = Reply(send, keeps_open=True)
     try:
-        asked = AnswerRequest.model_validate_json(await _body(receive))
+        request = AnswerRequest.model_validate_json(await _read_body(receive))
     except ValidationError as error:
         await reply(HTTPStatus.BAD_REQUEST, f"no request for an answer: {error.errors()[0]['msg']}")
         return
-    generating = asyncio.create_task(_generated(scope["app"].state.engine_client, asked))
-    leaving = asyncio.create_task(_left(receive))
+    generating = asyncio.create_task(_generate_answer(scope["app"].state.engine_client, request))
+    leaving = asyncio.create_task(_await_disconnect(receive))
     try:
         await asyncio.wait({generating, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if generating.done():
             await reply(HTTPStatus.OK, generating.result().model_dump_json())
-    except BadRequest as error:
+    except UnanswerableRequest as error:
         await reply(HTTPStatus.BAD_REQUEST, str(error))
     finally:
         generating.cancel()
         leaving.cancel()
 
 
-async def _generated(client: Any, asked: AnswerRequest) -> EngineAnswer:
+async def _generate_answer(client: Any, request: AnswerRequest) -> EngineAnswer:
     from vllm.exceptions import VLLMValidationError  # noqa: PLC0415  # a program that only reads this has no vLLM
 
     try:
-        return _written((await _last(client, asked)).outputs[0])
+        return _encode_answer((await _final_output(client, request)).outputs[0])
     except (ValueError, VLLMValidationError) as error:
-        raise BadRequest(str(error)) from error
+        raise UnanswerableRequest(str(error)) from error
 
 
-async def _last(client: Any, asked: AnswerRequest) -> Any:
+async def _final_output(client: Any, request: AnswerRequest) -> Any:
     """Return the last output of vLLM, which holds the whole answer."""
     from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415  # as above
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # as above
 
     sampling = SamplingParams(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        max_tokens=asked.max_tokens,
-        seed=asked.seed,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
         # The trainer decides where an answer ends, not the model's files.
-        stop_token_ids=list(asked.stop_tokens),
+        stop_token_ids=list(request.stop_tokens),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompt = TokensPrompt(prompt_token_ids=array(_INT32, asked.prompt).tolist())
+    prompt = TokensPrompt(prompt_token_ids=array(_INT32, request.prompt).tolist())
     last: Any = None
     async for output in client.generate(prompt, sampling, f"answer-{uuid4()}"):
         last = output
     return last
 
 
-def _written(output: Any) -> EngineAnswer:
+def _encode_answer(output: Any) -> EngineAnswer:
     """Encode an answer of vLLM, which has the log-probability of each chosen token and of no other."""
     from vllm.utils.serial_utils import numpy2base64  # noqa: PLC0415  # as above
 
@@ -96,7 +96,7 @@ def _written(output: Any) -> EngineAnswer:
     )
 
 
-async def _body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -105,7 +105,7 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-async def _left(receive: Receive) -> None:
+async def _await_disconnect(receive: Receive) -> None:
     """Return when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass

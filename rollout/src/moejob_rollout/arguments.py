@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejob_api.contract.engines import SERVER_IDLE_SECONDS, transport
-from moejob_api.job.grpo import Placement
+from moejob_api.contract.engines import SERVER_IDLE_SECONDS, weight_transport
+from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import HEAD_BYTES
@@ -29,7 +29,7 @@ _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_CACHE_BYTES = 512 * 1024**2
 
 
-def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any]) -> list[str]:
+def server_arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the command line of vLLM's server for a model folder with this config.json."""
     spec, rollout = engine.spec, engine.grpo.rollout
     common = [
@@ -39,12 +39,12 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
         "--tokens-only",
         "--generation-config=vllm",
         f"--dtype={spec.model.dtype.value}",
-        f"--max-model-len={longest(engine, config)}",
+        f"--max-model-len={max_sequence_tokens(engine, config)}",
         f"--tensor-parallel-size={rollout.tensor}",
         f"--seed={spec.training.seed}",
         "--logprobs-mode=processed_logprobs",
         "--enable-prefix-caching",
-        f"--weight-transfer-config={json.dumps({'backend': f'moejob_{transport(spec).value.lower()}'})}",
+        f"--weight-transfer-config={json.dumps({'backend': f'moejob_{weight_transport(spec).value.lower()}'})}",
         f"--worker-extension-cls={WORKER_EXTENSION}",
         f"--middleware={MIDDLEWARE}",
         f"--host={engine.listens_on}",
@@ -58,29 +58,29 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
     ]
     replay = ["--enable-return-routed-experts"] if engine.grpo.routing_replay else []
     remote = ["--trust-remote-code"] if spec.model.trust_remote_code else []
-    return [*common, *replay, *remote, *_of_accelerator(engine, config)]
+    return [*common, *replay, *remote, *_accelerator_arguments(engine, config)]
 
 
-def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
+def max_sequence_tokens(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
     """Return the tokens of the longest prompt and answer, as far as the model has positions for them."""
-    wanted = engine.spec.data.max_length + engine.grpo.max_new_tokens
-    return min(wanted, int(config.get("max_position_embeddings", wanted)))
+    needed_tokens = engine.spec.data.max_length + engine.grpo.max_new_tokens
+    return min(needed_tokens, int(config.get("max_position_embeddings", needed_tokens)))
 
 
-def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
+def vllm_variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
     """Return the environment variables that vLLM reads when it is imported."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
     # Only this mode has pausing, sleeping and weight transfer; all of their paths need the key of the job.
     control = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_SECONDS)}
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # torch.compile would need a compiler of C++ at run time.
-        return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | threads(cores, engine.grpo.rollout.tensor)
+        return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | thread_variables(cores, engine.grpo.rollout.tensor)
     # FlashInfer's sampler is compiled at the first start.
     gpu = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return quiet | control | gpu
 
 
-def threads(cores: Sequence[int], tensor: int) -> dict[str, str]:
+def thread_variables(cores: Sequence[int], tensor: int) -> dict[str, str]:
     """Return the variables that bind each worker to cores of its own, on which no other makes it wait."""
     if tensor == 1:
         places = ",".join(map(str, cores))
@@ -92,7 +92,7 @@ def threads(cores: Sequence[int], tensor: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
-def _of_accelerator(engine: EngineEnvironment, config: Mapping[str, Any]) -> list[str]:
+def _accelerator_arguments(engine: EngineEnvironment, config: Mapping[str, Any]) -> list[str]:
     rollout = engine.grpo.rollout
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.
@@ -101,7 +101,7 @@ def _of_accelerator(engine: EngineEnvironment, config: Mapping[str, Any]) -> lis
         latent = ["--attention-backend=CPU_MLA"] if config.get("kv_lora_rank") else []
         memory = [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill"]
         return [*memory, "--enforce-eager", *alone, *latent]
-    sleeps = ["--enable-sleep-mode"] if rollout.placement is Placement.COLOCATED else []
+    sleeps = ["--enable-sleep-mode"] if rollout.placement is RolloutPlacement.COLOCATED else []
     return [
         f"--gpu-memory-utilization={rollout.engine_share}",
         f"--compilation-config={json.dumps(_GRAPHS)}",

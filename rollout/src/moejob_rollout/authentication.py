@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from moejob_api.contract.pods import Environment, HttpPath, engine_key
-from moejob_rollout.answering import answer
+from moejob_rollout.answering import answer_request
 from moejob_rollout.asgi import App, Receive, Reply, Scope, Send
 from moejob_rollout.listener import VISITOR
 from moejob_rollout.reporting import report_publication
@@ -38,16 +38,16 @@ class KeyAuthentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
         if scope["type"] == "lifespan":
-            self._first_token.ask(scope["app"].state.engine_client, time.monotonic())
+            self._first_token.request_token(scope["app"].state.engine_client, time.monotonic())
             await self._app(scope, receive, send)
             return
         has_key = self._has_key(scope)
         if has_key:
             scope["state"][VISITOR].has_key()
         if scope.get("path") == HttpPath.READY:
-            await self._ready(scope, Reply(send, keeps_open=has_key))
+            await self._reply_ready(scope, Reply(send, keeps_open=has_key))
         elif has_key and scope.get("path") == HttpPath.ANSWER:
-            await answer(scope, receive, send)
+            await answer_request(scope, receive, send)
         elif has_key and scope.get("path") == HttpPath.PUBLICATION:
             await report_publication(scope, send)
         elif has_key:
@@ -59,10 +59,10 @@ class KeyAuthentication:
     def _has_key(self, scope: Scope) -> bool:
         if self._expected is None:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
+        presented_key = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(presented_key, self._expected)
 
-    async def _ready(self, scope: Scope, reply: Reply) -> None:
+    async def _reply_ready(self, scope: Scope, reply: Reply) -> None:
         """Reply with 200 once the engine has generated a token: /health does so before the engine can generate.
 
         A sleeping or paused engine generates nothing and still is ready, so later only the engine's life is checked.
@@ -70,10 +70,10 @@ class KeyAuthentication:
         client = scope["app"].state.engine_client
         if client.errored:
             await reply(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has died")
-        elif self._first_token.is_there:
+        elif self._first_token.is_generated:
             await reply(HTTPStatus.OK, "ready")
         else:
-            self._first_token.ask(client, time.monotonic())
+            self._first_token.request_token(client, time.monotonic())
             await reply(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has generated no token yet")
 
 
@@ -81,24 +81,24 @@ class FirstToken:
     """The first token of an engine, generated once for all probes, and again a while after a failure."""
 
     def __init__(self) -> None:
-        self.is_there = False
-        self._asked: asyncio.Task[None] | None = None
+        self.is_generated = False
+        self._generation: asyncio.Task[None] | None = None
         self._not_before = 0.0
 
-    def ask(self, client: Any, now: float) -> None:
+    def request_token(self, client: Any, now: float) -> None:
         """Generate it, unless it is there or under way, or was requested a moment ago."""
-        if not self.is_there and self._asked is None and now >= self._not_before:
+        if not self.is_generated and self._generation is None and now >= self._not_before:
             self._not_before = now + AGAIN_SECONDS
-            self._asked = asyncio.create_task(_generate_one(client))
-            self._asked.add_done_callback(self._answered)
+            self._generation = asyncio.create_task(_generate_one(client))
+            self._generation.add_done_callback(self._note_result)
 
-    def _answered(self, asked: asyncio.Task[None]) -> None:
-        self._asked = None
-        if asked.cancelled():
+    def _note_result(self, generation: asyncio.Task[None]) -> None:
+        self._generation = None
+        if generation.cancelled():
             return
-        self.is_there = asked.exception() is None
-        if not self.is_there:
-            _log.error("the engine cannot generate", exc_info=asked.exception())
+        self.is_generated = generation.exception() is None
+        if not self.is_generated:
+            _log.error("the engine cannot generate", exc_info=generation.exception())
 
 
 async def _generate_one(client: Any) -> None:

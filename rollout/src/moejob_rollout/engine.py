@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from moejob_api.contract.addresses import is_loopback
 from moejob_api.contract.pod_environment import BadEnvironment, WrittenSpec, require_secret
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job.grpo import Grpo
 
 
@@ -20,7 +20,7 @@ class EngineEnvironment(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     spec: WrittenSpec
-    role: Literal[Role.ROLLOUT]
+    role: Literal[PodRole.ROLLOUT]
     # Which of `rollout_urls` is its own.
     index: Annotated[int, Field(ge=0)]
     host: Annotated[str, Field(min_length=1)]
@@ -30,7 +30,7 @@ class EngineEnvironment(BaseModel):
 
     @field_validator("rollout_urls", mode="before")
     @classmethod
-    def _split(cls, text: Any) -> Any:
+    def _split_urls(cls, text: Any) -> Any:
         return tuple(text.split(",")) if isinstance(text, str) else text
 
     @model_validator(mode="after")

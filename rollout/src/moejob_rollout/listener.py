@@ -76,8 +76,8 @@ class _Stranger:
 class BoundedProtocol(H11Protocol):
     """uvicorn's protocol, which gives requests their visitor and hangs up on clients that send no HTTP."""
 
-    def __init__(self, strangers: Strangers, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, strangers: Strangers, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._strangers, self._visitor = strangers, Visitor(strangers)
         self.app_state = {**self.app_state, VISITOR: self._visitor}
 

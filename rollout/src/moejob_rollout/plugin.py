@@ -62,12 +62,12 @@ def _expect_no_tokenizer() -> None:
     original = BaseRenderer.get_tokenizer
 
     @wraps(original)
-    def found(self: Any) -> Any:
+    def get_tokenizer(self: Any) -> Any:
         if self.tokenizer is None:
             raise ChatTemplateResolutionError("this engine has no tokenizer and takes token ids only")
         return original(self)
 
-    BaseRenderer.get_tokenizer = found
+    BaseRenderer.get_tokenizer = get_tokenizer
 
 
 def _keep_replies_in_step() -> None:
@@ -98,13 +98,13 @@ def _pack_experts_at_every_update() -> None:
     original = UnquantizedFusedMoEMethod._setup_kernel  # noqa: SLF001  # it has no public name
 
     @wraps(original)
-    def packed(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    def setup_kernel(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         is_update = self.moe_kernel is not None
         original(self, layer, *args, **kwargs)
         if is_update:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    UnquantizedFusedMoEMethod._setup_kernel = packed  # noqa: SLF001
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel  # noqa: SLF001
 
 
 def _multiply_with_the_tied_embedding() -> None:
@@ -187,26 +187,26 @@ def _fork_the_core() -> None:
     original = launcher.create_server_socket
 
     @wraps(original)
-    def kept_from_forks(*args: Any, **kwargs: Any) -> socket:
-        listening: socket = original(*args, **kwargs)
-        os.register_at_fork(after_in_child=partial(_part_from_server, listening))
-        return listening
+    def create_server_socket(*args: Any, **kwargs: Any) -> socket:
+        listener: socket = original(*args, **kwargs)
+        os.register_at_fork(after_in_child=partial(_part_from_server, listener))
+        return listener
 
-    launcher.create_server_socket = kept_from_forks
-    utils.get_mp_context = _forking
+    launcher.create_server_socket = create_server_socket
+    utils.get_mp_context = _fork_context
 
 
-def _forking() -> ForkContext:
+def _fork_context() -> ForkContext:
     # The tracker removes the shared memory that a core leaves behind. A tracker of the core would be killed with it.
     resource_tracker.ensure_running()
     return multiprocessing.get_context("fork")
 
 
-def _part_from_server(listening: socket) -> None:
+def _part_from_server(listener: socket) -> None:
     """Drop what a forked core has inherited, and a spawned one has not."""
     # A server that stops asks for the command of another process at its port, and ends with 1 if that ends meanwhile.
     # Once a server is killed, its port would be open, and no process would answer.
-    listening.close()
+    listener.close()
     # Each signal writes a byte there: the server's event loop would take the core's signals for its own.
     signal.set_wakeup_fd(-1)
     # The server's handlers, until the core has its own.
@@ -225,8 +225,8 @@ def _leave_cores_to_others() -> None:
     original = SpinCondition.__init__
 
     @wraps(original)
-    def patient(self: Any, *args: Any, **kwargs: Any) -> None:
+    def spin_briefly(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.busy_loop_s = min(self.busy_loop_s, _BUSY_SECONDS)
 
-    SpinCondition.__init__ = patient
+    SpinCondition.__init__ = spin_briefly

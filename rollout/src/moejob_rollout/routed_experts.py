@@ -17,7 +17,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RecordedStep:
     """The requests of one step, their first computed tokens and the rows of each: what the recorder reads of a step."""
 
     req_ids: list[str]
@@ -42,30 +42,30 @@ def _make_recorder() -> None:
     original = CPUModelRunner.initialize_kv_cache
 
     @wraps(original)
-    def with_recorder(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, kv_cache_config, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled:
             self.recorder = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
-    CPUModelRunner.initialize_kv_cache = with_recorder
+    CPUModelRunner.initialize_kv_cache = initialize_kv_cache
 
 
 def _record_steps() -> None:
     execute, sample = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 
     @wraps(execute)
-    def begun(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if (recorder := getattr(self, "recorder", None)) is not None:
             recorder.begin_step(scheduler_output.aux_output_connector_metadata)
         return execute(self, scheduler_output, *args, **kwargs)
 
     @wraps(sample)
-    def sampled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = getattr(self, "recorder", None)
         if recorder is None or self.execute_model_state is None:
             return sample(self, *args, **kwargs)
         # Before sampling: it moves the places of requests in the batch.
-        pending = recorder.prepare_output(_step(self))
+        pending = recorder.prepare_output(_read_step(self))
         output = sample(self, *args, **kwargs)
         if pending is not None:
             counts = [len(tokens) for tokens in output.sampled_token_ids]
@@ -74,13 +74,13 @@ def _record_steps() -> None:
             output.aux_output_connector_output = pending.process_output()
         return output
 
-    CPUModelRunner.execute_model, CPUModelRunner.sample_tokens = begun, sampled
+    CPUModelRunner.execute_model, CPUModelRunner.sample_tokens = execute_model, sample_tokens
 
 
-def _step(runner: Any) -> _Step:
+def _read_step(runner: Any) -> _RecordedStep:
     batch = runner.input_batch
     count = batch.num_reqs
-    return _Step(
+    return _RecordedStep(
         list(batch.req_ids[:count]),
         batch.num_computed_tokens_cpu[:count].tolist(),
         runner.query_start_loc.np[: count + 1].tolist(),

@@ -19,12 +19,12 @@ def own_temporary_files() -> Iterator[None]:
     # What is compiled serves the next engine too.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     # A short name: that of a socket has 107 characters at most.
-    with owned_folder("engine-", Path(tempfile.gettempdir()), _remove) as folder:
+    with owned_folder("engine-", Path(tempfile.gettempdir()), _remove_files) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         yield
 
 
-def _remove(folder: Path) -> None:
+def _remove_files(folder: Path) -> None:
     _remove_shared_memory(folder)
     remove_folder(folder)
 

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moejob_api.contract.pods import LastWord, Outcome, PodProgress, RankFault, escaped_lines, printable
+from moejob_api.contract.pods import (
+    PodOutcome,
+    PodProgress,
+    RankFault,
+    TerminationMessage,
+    escaped_lines,
+    printable_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,9 +31,9 @@ from moejob_api.contract.pods import LastWord, Outcome, PodProgress, RankFault, 
     ],
 )
 def test_words_reach_terminals_without_what_terminals_obey(said: str, shown: str) -> None:
-    assert printable(said) == shown
-    word = LastWord.model_validate_json(json.dumps({"outcome": "Hung", "message": said}))
-    assert word.message == RankFault(outcome=Outcome.HUNG, message=said).message == shown
+    assert printable_text(said) == shown
+    word = TerminationMessage.model_validate_json(json.dumps({"outcome": "Hung", "message": said}))
+    assert word.message == RankFault(outcome=PodOutcome.HUNG, message=said).message == shown
 
 
 @pytest.mark.parametrize(
@@ -45,9 +52,9 @@ def test_what_terminals_obey_is_escaped_in_lines(text: str, shown: str) -> None:
 
 @given(st.text())
 def test_words_stay_as_long_and_are_printable_ever_after(said: str) -> None:
-    shown = printable(said)
+    shown = printable_text(said)
     assert len(shown) == len(said)
-    assert printable(shown) == shown
+    assert printable_text(shown) == shown
 
 
 HUGE = 10**400

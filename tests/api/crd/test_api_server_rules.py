@@ -10,7 +10,7 @@ import pytest
 from api_server import Answer, ApiServer, Body, job_body
 from broken_specs import BROKEN_SPECS
 from builders import GRPO, SFT, merged, spec
-from moejob_api.crd.policy import SEPARATOR, refusal
+from moejob_api.crd.policy import SEPARATOR, refusal_message
 from moejob_api.documents import parse_job
 from moejob_api.job import MoETrainingJob, Spec
 from moejob_api.rules.object_rules import OBJECT_RULES
@@ -53,7 +53,7 @@ def test_every_broken_spec_is_refused_with_the_summaries_of_the_rules_it_breaks(
     models = [spec(**case.sections) for case in BROKEN_SPECS]
     answers = api_server.created(*(job_body(_body(model)) for model in models))
     for case, model, answer in zip(BROKEN_SPECS, models, answers, strict=True):
-        broken = SEPARATOR.join(refusal(rule) for rule in OBJECT_RULES if rule.complaint(model))
+        broken = SEPARATOR.join(refusal_message(rule) for rule in OBJECT_RULES if rule.complaint(model))
         assert answer.errors == ((f"policy: {broken}",) if broken else ()), case.id
 
 

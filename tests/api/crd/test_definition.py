@@ -14,7 +14,7 @@ import yaml
 from api_server import CRD, ROOT
 from builders import GRPO, SFT
 from moejob_api.crd.__main__ import FILES, crd_text, main
-from moejob_api.crd.definition import definition
+from moejob_api.crd.definition import crd_definition
 from moejob_api.job import Spec
 from moejob_api.job.fields import FieldKind, job_fields
 
@@ -24,7 +24,7 @@ Schema = dict[str, Any]
 @pytest.fixture(scope="module")
 def schema() -> Schema:
     """The schema of the only version."""
-    spec: Any = definition()["spec"]
+    spec: Any = crd_definition()["spec"]
     found: Schema = spec["versions"][0]["schema"]["openAPIV3Schema"]
     return found
 
@@ -51,12 +51,12 @@ def test_generating_twice_gives_the_same_text() -> None:
 
 
 def test_every_reader_of_yaml_reads_the_same_file() -> None:
-    assert yaml.safe_load(CRD.read_text()) == definition()
+    assert yaml.safe_load(CRD.read_text()) == crd_definition()
 
 
 def test_the_file_is_small_enough_for_client_side_apply() -> None:
     # What kubectl writes into an annotation, which takes 262,144 bytes: JSON, not the blanks that YAML is indented by.
-    assert len(json.dumps(definition(), separators=(",", ":"))) < 100_000
+    assert len(json.dumps(crd_definition(), separators=(",", ":"))) < 100_000
 
 
 def test_no_pod_template_is_inside(schema: Schema) -> None:
@@ -78,7 +78,7 @@ def test_every_list_says_how_it_is_merged(schema: Schema) -> None:
 def test_everything_a_user_writes_is_bounded() -> None:
     unbounded = [
         path
-        for path, field in job_fields().fields["spec"].walk("spec")
+        for path, field in job_fields().fields["spec"].walk_fields("spec")
         if (field.kind in (FieldKind.WHOLE, FieldKind.NUMBER) and None in (field.minimum, field.maximum))
         or (field.kind in (FieldKind.LIST, FieldKind.MAP) and field.longest is None)
         or (field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT) and field.longest is None and not field.choices)
@@ -95,7 +95,7 @@ def test_filling_in_defaults_gives_what_the_models_give(schema: Schema, given: d
 
 
 def test_the_columns_are_those_of_the_design() -> None:
-    spec: Any = definition()["spec"]
+    spec: Any = crd_definition()["spec"]
     columns = spec["versions"][0]["additionalPrinterColumns"]
     names = [column["name"].upper() for column in columns]
     wide = ["EVAL LOSS", "SPEED", "ETA", "RESTARTS"]
@@ -104,7 +104,7 @@ def test_the_columns_are_those_of_the_design() -> None:
 
 
 def test_every_column_shows_a_field_that_exists(schema: Schema) -> None:
-    spec: Any = definition()["spec"]
+    spec: Any = crd_definition()["spec"]
     paths = {f".{path}" for path, _ in _properties(schema)} | {".metadata.creationTimestamp"}
     assert {column["jsonPath"] for column in spec["versions"][0]["additionalPrinterColumns"]} <= paths
 

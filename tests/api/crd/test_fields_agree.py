@@ -9,10 +9,10 @@ import pytest
 
 from api_server import Answer, ApiServer, Body, job_body
 from field_cases import SPEC, Step, places, spec_with, values
-from moejob_api.crd.policy import SEPARATOR, refusal
+from moejob_api.crd.policy import SEPARATOR, refusal_message
 from moejob_api.documents import parse_job
 from moejob_api.job import MoETrainingJob
-from moejob_api.job.fields import Field
+from moejob_api.job.fields import JobField
 from moejob_api.problems import InvalidSpec
 from moejob_api.rules.object_rules import OBJECT_RULES
 
@@ -20,7 +20,7 @@ PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, fi
 
 
 @pytest.mark.parametrize(("place", "field"), PLACES)
-def test_a_value_is_taken_or_refused_alike(api_server: ApiServer, place: tuple[Step, ...], field: Field) -> None:
+def test_a_value_is_taken_or_refused_alike(api_server: ApiServer, place: tuple[Step, ...], field: JobField) -> None:
     for value, is_fine in values(field):
         body = job_body(spec_with(place, value))
         [answer] = api_server.created(copy.deepcopy(body))
@@ -35,7 +35,7 @@ def test_a_value_is_taken_or_refused_alike(api_server: ApiServer, place: tuple[S
 
 @pytest.mark.parametrize(("place", "field"), [p for p in PLACES if isinstance(p.values[0][-1], str)])  # type: ignore[index]
 def test_null_means_what_it_means_to_the_api_server(
-    api_server: ApiServer, place: tuple[Step, ...], field: Field
+    api_server: ApiServer, place: tuple[Step, ...], field: JobField
 ) -> None:
     body = job_body(spec_with(place, None))
     [answer] = api_server.created(copy.deepcopy(body))
@@ -77,5 +77,5 @@ def _is_of_rules(error: str) -> bool:
         return False
     left = error.removeprefix("policy: ")
     for rule in OBJECT_RULES:
-        left = left.replace(refusal(rule), "")
+        left = left.replace(refusal_message(rule), "")
     return not left.replace(SEPARATOR, "")

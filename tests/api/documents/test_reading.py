@@ -17,7 +17,7 @@ from builders import GRPO, SFT
 from calls import calls_of
 from moejob_api.documents import parse_job, read_file, read_job
 from moejob_api.documents.reading import MAX_BYTES
-from moejob_api.documents.tree import trees
+from moejob_api.documents.tree import parse_documents
 from moejob_api.job import MoETrainingJob
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
@@ -116,12 +116,12 @@ def test_anchors_and_merges_are_read_as_kubectl_reads_them() -> None:
 
 
 def test_the_first_of_several_merged_mappings_wins() -> None:
-    assert trees("{<<: [{a: 1}, {a: 2, b: 3}], c: 4}") == [{"a": 1, "b": 3, "c": 4}]
+    assert parse_documents("{<<: [{a: 1}, {a: 2, b: 3}], c: 4}") == [{"a": 1, "b": 3, "c": 4}]
 
 
 @pytest.mark.parametrize("key", ["1", "true", "'on'", '"1.5"', "!!str on"])
 def test_a_name_that_kubectl_keeps_is_kept(key: str) -> None:
-    read = trees(f"{key}: x")
+    read = parse_documents(f"{key}: x")
     assert read == [{key.removeprefix("!!str ").strip("'\""): "x"}]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.documents.scalars import NotFiniteError, resolved
+from moejob_api.documents.scalars import NotFiniteError, resolve_scalar
 
 Kubectl = Callable[[str], Any]
 
@@ -116,18 +116,18 @@ RECORDED: dict[str, Any] = {
 
 @pytest.mark.parametrize("word", RECORDED)
 def test_a_word_is_read_as_kubectl_reads_it(word: str) -> None:
-    value = resolved(word)
+    value = resolve_scalar(word)
     assert (value, type(value)) == (RECORDED[word], type(RECORDED[word]))
 
 
 @pytest.mark.parametrize("word", [".inf", "-.inf", "+.Inf", ".INF", ".nan", ".NaN"])
 def test_what_kubectl_cannot_store_is_no_value(word: str) -> None:
     with pytest.raises(NotFiniteError):
-        resolved(word)
+        resolve_scalar(word)
 
 
 def test_nothing_at_all_is_null() -> None:
-    assert resolved("") is None
+    assert resolve_scalar("") is None
 
 
 def test_the_kubectl_on_this_machine_still_reads_them_so(kubectl: Kubectl) -> None:

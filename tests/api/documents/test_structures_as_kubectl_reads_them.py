@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.documents.tree import trees
+from moejob_api.documents.tree import parse_documents
 
 RECORDED: list[Any] = [
     pytest.param("a: 'it''s'\nb: \"\\u00e9\\x41\\n\"", {"a": "it's", "b": "éA\n"}, id="quotes"),
@@ -30,7 +30,7 @@ RECORDED: list[Any] = [
 
 @pytest.mark.parametrize(("text", "value"), RECORDED)
 def test_a_text_is_read_as_kubectl_reads_it(text: str, value: Any) -> None:
-    assert trees(text) == [value]
+    assert parse_documents(text) == [value]
 
 
 @pytest.mark.parametrize(("text", "value"), RECORDED)

@@ -13,7 +13,7 @@ from builders import GRPO, SFT, merged
 from field_cases import SPEC, Step, places, spec_with, values
 from moejob_api.documents import parse_job
 from moejob_api.documents.wording import MAX_PROBLEMS, PATTERNS
-from moejob_api.job.fields import Field, job_fields
+from moejob_api.job.fields import JobField, job_fields
 from moejob_api.problems import InvalidSpec, Problem
 
 PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in places(SPEC)]
@@ -209,7 +209,7 @@ def test_a_long_value_is_cut() -> None:
 
 
 @pytest.mark.parametrize(("place", "field"), PLACES)
-def test_no_refusal_speaks_pydantic_and_all_name_their_field(place: tuple[Step, ...], field: Field) -> None:
+def test_no_refusal_speaks_pydantic_and_all_name_their_field(place: tuple[Step, ...], field: JobField) -> None:
     path = "spec" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
     for value, is_fine in values(field):
         if not is_fine:
@@ -220,5 +220,5 @@ def test_no_refusal_speaks_pydantic_and_all_name_their_field(place: tuple[Step, 
 
 
 def test_every_pattern_has_words() -> None:
-    patterns = {field.pattern for _, field in job_fields().walk() if field.pattern is not None}
+    patterns = {field.pattern for _, field in job_fields().walk_fields() if field.pattern is not None}
     assert patterns == PATTERNS.keys()

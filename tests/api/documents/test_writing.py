@@ -15,7 +15,7 @@ from api_server import job_body
 from builders import GRPO, SFT, job, merged
 from field_cases import SPEC, example
 from moejob_api.documents import dump_job, parse_job, read_job, yaml_text
-from moejob_api.documents.tree import trees
+from moejob_api.documents.tree import parse_documents
 
 WORDS = ("1e-5", "0o17", "on", "~", "", "1_000", "=", "<<", ".inf", "a: b", "- a", "#", "\t")
 BLANKS = (" a", "a ", "a\n", "\na", "a\n b\n", "a \nb", "\n", " \n")
@@ -97,7 +97,7 @@ def test_any_text_and_number_comes_back(template: str, value: str, rate: float, 
 @given(TREES)
 def test_any_value_is_read_alike_by_us_and_by_pyyaml(tree: Any) -> None:
     text = yaml_text({"it": tree})
-    assert trees(text) == [{"it": tree}]
+    assert parse_documents(text) == [{"it": tree}]
     assert yaml.safe_load(text) == {"it": tree}
 
 

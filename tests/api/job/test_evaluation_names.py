@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from builders import spec
-from moejob_api.job.evaluations import measure, measures, set_names
+from moejob_api.job.evaluations import comparison_measure, evaluation_measures, set_names
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.rules import layout_problems
 
@@ -45,8 +45,8 @@ ANSWERS: dict[str, Any] = {"method": "GRPO", "data": {"eval": PROMPTS}, "grpo": 
     ],
 )
 def test_evaluations_are_compared_by_numbers_that_they_have(sections: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert measures(spec(**sections)) == names
-    assert measure(spec(**sections)) == (names[0] if names else None)
+    assert evaluation_measures(spec(**sections)) == names
+    assert comparison_measure(spec(**sections)) == (names[0] if names else None)
 
 
 @pytest.mark.parametrize(

@@ -163,11 +163,11 @@ def test_a_field_becomes_its_schema(annotation: Any, settings: dict[str, Any], s
 
 
 def test_a_field_is_found_by_its_path() -> None:
-    tensor = job_fields().at("spec.parallelism.tensor")
+    tensor = job_fields().find_field("spec.parallelism.tensor")
     assert tensor is not None
     assert (tensor.kind, tensor.minimum, tensor.default) == (FieldKind.WHOLE, 1, 1)
 
 
 @pytest.mark.parametrize("path", ["spec.nothing", "spec.nothing.at.all", "spec.data.train.format", ""])
 def test_no_field_is_found_where_there_is_none(path: str) -> None:
-    assert job_fields().at(path) is None
+    assert job_fields().find_field(path) is None

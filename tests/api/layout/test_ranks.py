@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.ranks import ParallelGroup, members, place, places
-from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.ranks import ParallelGroup, group_members, rank_place, rank_places
+from moejob_api.layout.sizes import Layout, derive_layout
 
 LAYOUTS = [
     pytest.param(Parallelism(tensor=2, pipeline=2, expert=4), id="product"),
@@ -26,8 +26,8 @@ LAYOUTS = [
 def test_a_group_partitions_the_ranks_and_differs_in_its_own_coordinate_only(
     asked: Parallelism, group: ParallelGroup
 ) -> None:
-    sizes = layout(asked, gpus_per_node=8)
-    groups = {members(sizes, group, rank) for rank in range(sizes.gpus)}
+    sizes = derive_layout(asked, gpus_per_node=8)
+    groups = {group_members(sizes, group, rank) for rank in range(sizes.gpus)}
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(sizes.gpus))
     for ranks in groups:
         assert [coordinate(sizes, rank, group) for rank in ranks] == list(range(len(ranks)))
@@ -35,8 +35,8 @@ def test_a_group_partitions_the_ranks_and_differs_in_its_own_coordinate_only(
 
 
 def test_nodes_take_ranks_in_order() -> None:
-    sizes = layout(Parallelism(tensor=4, data=4), gpus_per_node=8)
-    assert [(p.node, p.local_rank) for p in places(sizes)] == [(rank // 8, rank % 8) for rank in range(16)]
+    sizes = derive_layout(Parallelism(tensor=4, data=4), gpus_per_node=8)
+    assert [(p.node, p.local_rank) for p in rank_places(sizes)] == [(rank // 8, rank % 8) for rank in range(16)]
 
 
 FIELD = {
@@ -55,7 +55,7 @@ GRIDS = (
 
 
 def coordinate(sizes: Layout, rank: int, group: ParallelGroup) -> int:
-    value: int = getattr(place(sizes, rank), FIELD[group])
+    value: int = getattr(rank_place(sizes, rank), FIELD[group])
     return value
 
 

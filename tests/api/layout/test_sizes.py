@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from builders import spec
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.sizes import Layout, gpus, layout
+from moejob_api.layout.sizes import Layout, count_gpus, derive_layout
 
 SIZE = st.sampled_from((1, 2, 3, 4, 6, 8))
 
@@ -26,7 +26,7 @@ def sizes(**values: object) -> Parallelism:
     ],
 )
 def test_a_sequence_is_split_over_a_tensor_group(asked: dict[str, object], is_split: bool) -> None:
-    assert layout(sizes(**asked), gpus_per_node=8).sequence_parallel is is_split
+    assert derive_layout(sizes(**asked), gpus_per_node=8).sequence_parallel is is_split
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_a_sequence_is_split_over_a_tensor_group(asked: dict[str, object], is_sp
     ],
 )
 def test_a_parallelism_gives_these_sizes(asked: dict[str, object], expected: dict[str, int]) -> None:
-    result = layout(sizes(**asked), gpus_per_node=8)
+    result = derive_layout(sizes(**asked), gpus_per_node=8)
     assert {name: getattr(result, name) for name in expected} == expected
 
 
 @given(SIZE, SIZE, SIZE, SIZE, SIZE)
 def test_product_always_satisfies_both_grids(tensor: int, pipeline: int, expert: int, context: int, data: int) -> None:
     asked = Parallelism(tensor=tensor, pipeline=pipeline, expert=expert, context=context, data=data)
-    assert both_grids_are_exact(layout(asked, 8))
-    assert gpus(asked) == tensor * pipeline * expert * context * data
+    assert both_grids_are_exact(derive_layout(asked, 8))
+    assert count_gpus(asked) == tensor * pipeline * expert * context * data
 
 
 @given(SIZE, SIZE, SIZE, st.data())
@@ -81,7 +81,7 @@ def test_folded_satisfies_both_grids_when_experts_divide_a_stage(
     asked = Parallelism(
         tensor=tensor, context=context, data=data, expert=share, expert_layout=ExpertLayout.FOLDED, pipeline=2
     )
-    assert both_grids_are_exact(layout(asked, 8))
+    assert both_grids_are_exact(derive_layout(asked, 8))
 
 
 def both_grids_are_exact(sizes: Layout) -> bool:

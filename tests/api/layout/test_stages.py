@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejob_api.job.parallelism import Parallelism
-from moejob_api.layout.stages import layers_per_stage, stage_splits, stages
+from moejob_api.layout.stages import layers_per_stage, pipeline_stages, stage_splits
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_layers_divide_like_this(asked: Parallelism, layers: int, expected: tupl
 
 def test_interleaved_chunks_go_round_all_stages() -> None:
     asked = Parallelism(pipeline=2, virtual_pipeline=2)
-    found = stages(asked, 8)
+    found = pipeline_stages(asked, 8)
     assert found is not None
     assert [stage.chunks for stage in found] == [(range(2), range(4, 6)), (range(2, 4), range(6, 8))]
 
 
 def test_chunks_that_do_not_divide_a_stage_are_no_split() -> None:
-    assert stages(Parallelism(pipeline=16, virtual_pipeline=32), 128) is None
+    assert pipeline_stages(Parallelism(pipeline=16, virtual_pipeline=32), 128) is None
 
 
 @given(
@@ -59,12 +59,12 @@ def test_every_proposed_split_places_every_layer_once_and_leaves_no_stage_empty(
 ) -> None:
     for split in stage_splits(layers, pipeline, chunks):
         asked = Parallelism(pipeline=pipeline, virtual_pipeline=chunks, **asdict(split))
-        found = stages(asked, layers)
+        found = pipeline_stages(asked, layers)
         assert found is not None
         in_order = [layer for chunk in range(chunks) for stage in found for layer in stage.chunks[chunk]]
         assert in_order == list(range(layers))
         if pipeline * chunks <= layers and not (split.embedding_counts_as_layer or split.loss_counts_as_layer):
-            assert all(stage.layers for stage in found)
+            assert all(stage.layer_count for stage in found)
 
 
 def test_the_published_split_of_deepseek_is_proposed() -> None:

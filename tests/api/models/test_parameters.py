@@ -14,14 +14,14 @@ from moejob_api.models.parameters import (
     ParameterCounts,
     active_parameters,
     embedding_weights,
-    final_norm,
+    final_norm_weights,
     layer_kinds,
     layer_weights,
     model_weights,
     mtp_parameters,
     mtp_weights,
     output_weights,
-    parameters,
+    total_parameters,
 )
 from moejob_api.models.shape import DenseMLP, Family, GroupedAttention, Layer, LinearAttention, ModelShape
 
@@ -207,25 +207,25 @@ def test_mtp_adds_a_layer_a_projection_and_three_norms_but_no_embedding() -> Non
     one = layer_weights(shape, shape.layers[-1]) + ParameterCounts(replicated=2 * 24 * 24 + 3 * 24)
     assert mtp_weights(shape) == one * 2
     assert mtp_parameters(shape) == 2 * one.total
-    assert parameters(shape) == parameters(shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=0)))
+    assert total_parameters(shape) == total_parameters(shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=0)))
 
 
 def test_tied_weights_count_once() -> None:
     untied, tied = (shape_of(config(Family.LLAMA, tie_word_embeddings=tie)) for tie in (False, True))
-    assert parameters(untied) - parameters(tied) == VOCABULARY
+    assert total_parameters(untied) - total_parameters(tied) == VOCABULARY
     assert (output_weights(untied), output_weights(tied)) == (ParameterCounts(tensor=VOCABULARY), ParameterCounts())
     assert embedding_weights(tied) == ParameterCounts(tensor=VOCABULARY)
-    assert final_norm(tied) == ParameterCounts(replicated=24)
+    assert final_norm_weights(tied) == ParameterCounts(replicated=24)
 
 
 def test_a_token_meets_only_the_experts_it_is_sent_to() -> None:
     shape = shape_of(config(Family.MIXTRAL))
-    assert active_parameters(shape) == parameters(shape) - 5 * (8 - 3) * DENSE
+    assert active_parameters(shape) == total_parameters(shape) - 5 * (8 - 3) * DENSE
 
 
 def test_a_model_without_experts_is_all_active() -> None:
     shape = shape_of(config(Family.LLAMA))
-    assert active_parameters(shape) == parameters(shape)
+    assert active_parameters(shape) == total_parameters(shape)
 
 
 def test_layers_are_grouped_by_kind_in_order_of_appearance() -> None:
@@ -243,6 +243,6 @@ def test_equal_layers_are_one_kind_even_when_they_are_not_one_object() -> None:
 def test_the_model_is_the_sum_of_its_parts(family: Family, data: st.DataObject) -> None:
     shape = shape_of(data.draw(any_config(family)))
     parts = [layer_weights(shape, layer) for layer in shape.layers]
-    ends = [embedding_weights(shape), output_weights(shape), final_norm(shape)]
+    ends = [embedding_weights(shape), output_weights(shape), final_norm_weights(shape)]
     assert sum([*parts, *ends], ParameterCounts()) == model_weights(shape)
-    assert parameters(shape) == sum(part.total for part in [*parts, *ends])
+    assert total_parameters(shape) == sum(part.total for part in [*parts, *ends])

@@ -13,7 +13,7 @@ from model_configs import config
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, ModelShape
-from moejob_api.models.sources import LARGEST_CONFIG_BYTES, ModelConfig, Unseen, model_shape, read_config
+from moejob_api.models.sources import LARGEST_CONFIG_BYTES, ModelConfig, UnseenModel, model_shape, read_model_config
 from moejob_api.problems import InvalidSpec, Rule
 
 SMALL = config(Family.MIXTRAL)
@@ -45,7 +45,7 @@ def cached(hub: Path, name: str, commit: str = COMMIT, branch: str | None = "mai
 def refusal(source: str, **options: Any) -> str:
     """The message with which a source is refused."""
     with pytest.raises(InvalidSpec) as caught:
-        read_config(source, environment={}, **options)
+        read_model_config(source, environment={}, **options)
     (problem,) = caught.value.problems
     assert problem.rule is Rule.MODEL_CONFIG
     assert problem.path == "spec.model.source"
@@ -64,25 +64,25 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_folder_with_a_config_is_read(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model")
-    assert read_config(str(folder), environment={}) == ModelConfig(str(folder / "config.json"), SMALL)
+    assert read_model_config(str(folder), environment={}) == ModelConfig(str(folder / "config.json"), SMALL)
 
 
 def test_a_json_file_of_any_name_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mixtral.json"
     file.write_text(json.dumps(SMALL))
-    assert read_config(str(file), environment={}) == ModelConfig(str(file), SMALL)
+    assert read_model_config(str(file), environment={}) == ModelConfig(str(file), SMALL)
 
 
 @pytest.mark.parametrize("source", ["./model", "model", "organization/model", "../{}/model"])
 def test_a_relative_path_is_read(elsewhere: Path, source: str) -> None:
     path = source.format(elsewhere.name)
     folder_with(elsewhere / path)
-    assert isinstance(read_config(path, environment={}), ModelConfig)
+    assert isinstance(read_model_config(path, environment={}), ModelConfig)
 
 
 def test_the_working_directory_is_read(elsewhere: Path) -> None:
     folder_with(elsewhere)
-    assert isinstance(read_config(".", environment={}), ModelConfig)
+    assert isinstance(read_model_config(".", environment={}), ModelConfig)
 
 
 def test_a_folder_here_comes_before_a_model_of_the_same_name(elsewhere: Path) -> None:
@@ -97,21 +97,21 @@ def test_the_shape_of_a_model_on_disk_is_that_of_its_config(tmp_path: Path) -> N
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(b"\xef\xbb\xbf" + json.dumps(SMALL).encode())
-    assert isinstance(read_config(str(tmp_path), environment={}), ModelConfig)
+    assert isinstance(read_model_config(str(tmp_path), environment={}), ModelConfig)
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "../nowhere", "./nowhere/config.json", "./a\0b", f"./{'a' * 4000}"])
 def test_a_relative_path_that_is_not_here_may_be_what_a_run_is_going_to_export(elsewhere: Path, source: str) -> None:
     assert not list(elsewhere.iterdir())
-    found = read_config(source, environment={})
-    assert isinstance(found, Unseen)
+    found = read_model_config(source, environment={})
+    assert isinstance(found, UnseenModel)
     assert "the folder that the job is run from has to have it" in found.reason
 
 
 @pytest.mark.parametrize("source", ["/nowhere/model", "/nowhere/config.json", "/a\0b"])
 def test_an_absolute_path_that_is_not_here_may_be_in_the_image(source: str) -> None:
-    found = read_config(source, environment={})
-    assert isinstance(found, Unseen)
+    found = read_model_config(source, environment={})
+    assert isinstance(found, UnseenModel)
     assert "the image or the volume has to have it" in found.reason
 
 
@@ -170,8 +170,8 @@ def test_a_wrong_key_is_refused_with_the_file_it_is_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["{}", "{}/config.json", "./model", "..", "/proc/self/mem"])
 def test_a_path_on_another_machine_is_not_opened(tmp_path: Path, source: str) -> None:
     source = source.format(folder_with(tmp_path))
-    unseen = read_config(source, local_paths=False, environment={})
-    assert unseen == Unseen(f"{source} is a path on another machine")
+    unseen = read_model_config(source, local_paths=False, environment={})
+    assert unseen == UnseenModel(f"{source} is a path on another machine")
 
 
 def test_a_folder_of_the_operator_never_stands_in_for_a_model(elsewhere: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_folder_of_the_operator_never_stands_in_for_a_model(elsewhere: Path) -
 
 def test_a_volume_is_not_seen() -> None:
     unseen = model_shape("pvc://models/qwen", environment={})
-    assert unseen == Unseen("pvc://models/qwen lies on a volume, which cannot be read from here")
+    assert unseen == UnseenModel("pvc://models/qwen lies on a volume, which cannot be read from here")
 
 
 # The Hugging Face cache
@@ -238,13 +238,15 @@ def test_the_revision_chooses_the_snapshot(tmp_path: Path, revision: str | None,
 @pytest.mark.parametrize("revision", ["c" * 40, "other", "../../../organization/model", "a\0b", "a" * 4000])
 def test_a_revision_that_is_not_in_the_cache_is_unseen(tmp_path: Path, revision: str) -> None:
     cached(tmp_path, "organization/model")
-    assert isinstance(model_shape("organization/model", revision, environment={"HF_HUB_CACHE": str(tmp_path)}), Unseen)
+    assert isinstance(
+        model_shape("organization/model", revision, environment={"HF_HUB_CACHE": str(tmp_path)}), UnseenModel
+    )
 
 
 def test_a_model_in_the_cache_without_its_config_is_unseen(tmp_path: Path) -> None:
     cached(tmp_path, "organization/model")
     next(tmp_path.glob("*/snapshots/*/config.json")).unlink()
-    assert isinstance(model_shape("organization/model", environment={"HF_HUB_CACHE": str(tmp_path)}), Unseen)
+    assert isinstance(model_shape("organization/model", environment={"HF_HUB_CACHE": str(tmp_path)}), UnseenModel)
 
 
 def test_a_broken_config_in_the_cache_is_refused_by_name(tmp_path: Path) -> None:
@@ -258,8 +260,8 @@ def test_a_broken_config_in_the_cache_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_a_known_name_is_read_from_the_catalog(elsewhere: Path) -> None:
-    found = read_config("mistralai/mixtral-8x7b-instruct-v0.1", environment={"HF_HUB_CACHE": str(elsewhere)})
-    config_of_mixtral = catalog.config("mistralai/Mixtral-8x7B-v0.1")
+    found = read_model_config("mistralai/mixtral-8x7b-instruct-v0.1", environment={"HF_HUB_CACHE": str(elsewhere)})
+    config_of_mixtral = catalog.find_config("mistralai/Mixtral-8x7B-v0.1")
     assert config_of_mixtral is not None
     assert found == ModelConfig("shipped config.json of mistralai/mixtral-8x7b-instruct-v0.1", config_of_mixtral)
 
@@ -270,8 +272,8 @@ def test_a_pinned_revision_of_a_known_name_is_read_from_the_catalog(elsewhere: P
 
 
 def test_an_unknown_name_is_unseen_and_near_ones_are_named(elsewhere: Path) -> None:
-    unseen = read_config("Qwen/Qwen3-30B-A4B", environment={"HF_HUB_CACHE": str(elsewhere)})
-    assert isinstance(unseen, Unseen)
+    unseen = read_model_config("Qwen/Qwen3-30B-A4B", environment={"HF_HUB_CACHE": str(elsewhere)})
+    assert isinstance(unseen, UnseenModel)
     assert unseen.near[0] == "Qwen/Qwen3-30B-A3B"
     assert unseen.reason.startswith(
         "Qwen/Qwen3-30B-A4B is neither in the Hugging Face cache of this machine nor known to moejob; "
@@ -280,8 +282,8 @@ def test_an_unknown_name_is_unseen_and_near_ones_are_named(elsewhere: Path) -> N
 
 
 def test_an_unknown_name_like_no_other_is_unseen_without_a_guess(elsewhere: Path) -> None:
-    unseen = read_config("zzzzzzzz/0000000000", environment={"HF_HUB_CACHE": str(elsewhere)})
-    assert unseen == Unseen(
+    unseen = read_model_config("zzzzzzzz/0000000000", environment={"HF_HUB_CACHE": str(elsewhere)})
+    assert unseen == UnseenModel(
         "zzzzzzzz/0000000000 is neither in the Hugging Face cache of this machine nor known to moejob"
     )
 

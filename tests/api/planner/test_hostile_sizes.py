@@ -12,10 +12,10 @@ from builders import dense_model, latent_model, moe_model, spec
 from calls import calls_of
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import gpus
+from moejob_api.layout.sizes import count_gpus
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.nearest import distance, nearest_layouts
-from moejob_api.planner.plan import plan
+from moejob_api.planner.nearest import layout_distance, nearest_layouts
+from moejob_api.planner.plan import plan_job
 
 # Some 100 ms of a core.
 CALLS = 400_000
@@ -28,7 +28,7 @@ MODELS: tuple[ModelShape | None, ...] = (None, moe_model(), latent_model())
 def test_highly_composite_sizes_are_refused_with_bounded_work(shape: ModelShape | None, layout: str) -> None:
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": layout}
     asked = spec(parallelism=sizes, training={"globalBatchSize": 720_720}, resources={"gpusPerNode": 240})
-    assert calls_of(lambda: plan(asked, shape)) < CALLS
+    assert calls_of(lambda: plan_job(asked, shape)) < CALLS
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -51,7 +51,7 @@ def test_drawn_hostile_sizes_take_bounded_work(seed: int) -> None:
         },
     }
     asked, shape = spec(**sections), draw.choice(MODELS)
-    assert calls_of(lambda: plan(asked, shape)) < CALLS
+    assert calls_of(lambda: plan_job(asked, shape)) < CALLS
 
 
 def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
@@ -66,7 +66,7 @@ def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
         resources={"gpusPerNode": 4},
         grpo={"rollout": {"tensor": 8}},
     )
-    assert calls_of(lambda: plan(asked, deep)) < CALLS
+    assert calls_of(lambda: plan_job(asked, deep)) < CALLS
 
 
 def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_by_one() -> None:
@@ -77,12 +77,12 @@ def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_
         training={"globalBatchSize": 55_440, "microBatchSize": 1, "lora": {"rank": 16}},
         resources={"gpusPerNode": 256, "gpuMemoryGiB": 141, "memory": "1Gi"},
     )
-    assert calls_of(lambda: plan(asked, dense_model(layers=126, heads=128))) < CALLS
+    assert calls_of(lambda: plan_job(asked, dense_model(layers=126, heads=128))) < CALLS
 
 
 def test_what_no_setting_makes_fit_is_refused_with_bounded_work() -> None:
     asked = spec(method="GRPO", parallelism={"expert": 8}, resources={"gpuMemoryGiB": 1})
-    assert calls_of(lambda: plan(asked, moe_model())) < CALLS
+    assert calls_of(lambda: plan_job(asked, moe_model())) < CALLS
 
 
 @pytest.mark.parametrize("layout", ["Product", "Folded"])
@@ -93,7 +93,7 @@ def test_layouts_come_nearest_first_and_none_is_missing(layout: str, shape: Mode
         training={"globalBatchSize": 1024},
     )
     found = list(nearest_layouts(asked, shape, [16, 32], 32))
-    away = [round(distance(asked.parallelism, layout, 32), 6) for layout in found]
+    away = [round(layout_distance(asked.parallelism, layout, 32), 6) for layout in found]
     assert away == sorted(away)
     assert len(found) == len(set(found)) == len(set(every_layout(asked, shape, (16, 32))))
 
@@ -118,15 +118,15 @@ def every_layout(asked: Spec, shape: ModelShape | None, counts: tuple[int, ...])
 
 def tensor_and_pipeline_suit(shape: ModelShape, tensor: int, pipeline: int) -> bool:
     """Return true when 48 layers can be cut so: evenly, with counted ends, or with ends of their own."""
-    heads = all(getattr(attention, "heads", tensor) % tensor == 0 for attention in shape.attentions())
+    heads = all(getattr(attention, "heads", tensor) % tensor == 0 for attention in shape.attention_kinds())
     return heads and pipeline <= len(shape.layers)
 
 
 def test_an_ordinary_refusal_still_gets_layouts_on_the_same_gpus() -> None:
     asked = spec(parallelism={"tensor": 3, "expert": 8}, training={"globalBatchSize": 96})
-    result = plan(asked, moe_model())
+    result = plan_job(asked, moe_model())
     assert {found.fit.gpus for found in result.suggestions[:1]} == {24}
-    assert all(gpus(found.parallelism) == found.fit.gpus for found in result.suggestions)
+    assert all(count_gpus(found.parallelism) == found.fit.gpus for found in result.suggestions)
 
 
 def test_the_same_job_gets_the_same_layouts_however_many_are_taken() -> None:

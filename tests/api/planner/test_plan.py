@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.job import Spec
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.plan import Plan, plan
+from moejob_api.planner.plan import Plan, plan_job
 from moejob_api.problems import Rule
 
 MODELS: dict[str, ModelShape | None] = {
@@ -59,13 +59,13 @@ def specs(draw: st.DrawFn) -> Spec:
 @given(specs(), st.sampled_from(sorted(MODELS)))
 def test_any_job_gets_a_plan_whose_advice_is_sound(asked: Spec, name: str) -> None:
     shape = MODELS[name]
-    result = plan(asked, shape)
-    if result.accepted:
+    result = plan_job(asked, shape)
+    if result.is_accepted:
         assert both_grids_are_exact(result)
         assert result.suggestions == ()
     for suggestion in result.suggestions:
-        followed = plan(asked.model_copy(update={"parallelism": suggestion.parallelism}), shape)
-        assert followed.accepted, followed.problems
+        followed = plan_job(asked.model_copy(update={"parallelism": suggestion.parallelism}), shape)
+        assert followed.is_accepted, followed.problems
         assert followed.layout is not None
         assert followed.layout.gpus == suggestion.fit.gpus
 
@@ -80,14 +80,14 @@ def both_grids_are_exact(result: Plan) -> bool:
 
 def test_suggestions_stay_on_the_same_gpus_first() -> None:
     folded = {"expertLayout": "Folded", "pipeline": 16, "data": 4, "expert": 32}
-    result = plan(spec(parallelism=folded, storage={"size": "40Ti"}), latent_model())
+    result = plan_job(spec(parallelism=folded, storage={"size": "40Ti"}), latent_model())
     assert [found.fit.gpus for found in result.suggestions[:3]] == [64, 64, 64]
     distances = [found.distance for found in result.suggestions[:3]]
     assert distances == sorted(distances)
 
 
 def test_a_job_for_fewer_gpus_than_there_are_gets_layouts_for_those_there_are() -> None:
-    result = plan(spec(parallelism={"expert": 8}), moe_model(), available_gpus=16)
+    result = plan_job(spec(parallelism={"expert": 8}), moe_model(), available_gpus=16)
     assert [problem.rule for problem in result.problems] == [Rule.GPU_COUNT]
     assert result.suggestions[0].fit.gpus == 16
     # What was asked for is still shown: the difference is what the reader wants to see.
@@ -96,14 +96,14 @@ def test_a_job_for_fewer_gpus_than_there_are_gets_layouts_for_those_there_are() 
 
 
 def test_what_no_layout_can_mend_gets_no_layouts() -> None:
-    result = plan(spec(parallelism={"expert": 8}, storage={"size": None}), moe_model())
+    result = plan_job(spec(parallelism={"expert": 8}, storage={"size": None}), moe_model())
     assert [problem.rule for problem in result.problems] == [Rule.EXACTLY_ONE]
     assert result.suggestions == ()
 
 
 def test_absurd_sizes_are_refused_at_once() -> None:
     huge = dict.fromkeys(("tensor", "pipeline", "expert", "context", "data"), 65_536)
-    result = plan(spec(parallelism=huge), moe_model())
+    result = plan_job(spec(parallelism=huge), moe_model())
     assert Rule.GPU_COUNT in [problem.rule for problem in result.problems]
     assert result.layout is None
 
@@ -116,7 +116,7 @@ def test_absurd_sizes_are_refused_at_once() -> None:
     ],
 )
 def test_a_job_that_does_not_fit_is_told_what_would_make_it_fit(resources: dict[str, Any], says: str) -> None:
-    result = plan(spec(parallelism={"expert": 8}, resources=resources), moe_model())
+    result = plan_job(spec(parallelism={"expert": 8}, resources=resources), moe_model())
     (problem,) = result.problems
     assert problem.rule is Rule.MEMORY
     assert says in problem.message
@@ -124,15 +124,15 @@ def test_a_job_that_does_not_fit_is_told_what_would_make_it_fit(resources: dict[
 
 
 def test_without_a_gpu_type_nothing_is_refused_for_memory() -> None:
-    result = plan(spec(parallelism={"expert": 1}), moe_model())
-    assert result.accepted
+    result = plan_job(spec(parallelism={"expert": 1}), moe_model())
+    assert result.is_accepted
     assert result.memory is not None
     assert Rule.MEMORY in [warning.rule for warning in result.warnings]
 
 
 def test_host_memory_that_would_kill_the_pod_is_refused() -> None:
     asked = spec(parallelism={"expert": 8}, memory={"offloadOptimizer": 1.0}, resources={"memory": "64Gi"})
-    (problem,) = plan(asked, moe_model()).problems
+    (problem,) = plan_job(asked, moe_model()).problems
     assert problem.path == "spec.resources.memory"
 
 
@@ -147,7 +147,7 @@ def test_host_memory_without_room_for_replayed_routing_is_refused(replay: bool, 
     grpo = {"groupSize": 16, "promptsPerStep": 512, "routingReplay": replay}
     resources = {"memory": "440Gi", "gpuType": "H200"}
     sections = {"training": {"globalBatchSize": None}, "data": {"maxLength": 8192}, "grpo": grpo}
-    result = plan(
+    result = plan_job(
         spec(method="GRPO", parallelism={"expert": 8, "data": 2}, resources=resources, **sections), moe_model()
     )
     assert [problem.path for problem in result.problems] == problems
@@ -158,7 +158,7 @@ def test_host_memory_without_room_for_replayed_routing_is_refused(replay: bool, 
 
 
 def test_a_volume_too_small_for_its_checkpoints_is_refused() -> None:
-    (problem,) = plan(spec(parallelism={"expert": 8}, storage={"size": "500Gi"}), moe_model()).problems
+    (problem,) = plan_job(spec(parallelism={"expert": 8}, storage={"size": "500Gi"}), moe_model()).problems
     # 30.5 B parameters of 14 bytes, three times, and 2 bytes each for an export and for the downloaded model.
     assert problem.rule is Rule.STORAGE
     assert "set size to 1309Gi" in problem.message
@@ -177,7 +177,7 @@ def test_a_volume_without_room_for_recorded_tokens_is_refused() -> None:
             grpo=grpo | {"recordTokens": is_recorded},
             **sections,
         )
-        return [problem.message for problem in plan(job, moe_model()).problems if problem.rule is Rule.STORAGE]
+        return [problem.message for problem in plan_job(job, moe_model()).problems if problem.rule is Rule.STORAGE]
 
     assert refusals(is_recorded=False) == []
     (message,) = refusals(is_recorded=True)
@@ -186,14 +186,14 @@ def test_a_volume_without_room_for_recorded_tokens_is_refused() -> None:
 
 
 def test_a_mostly_idle_pipeline_is_worth_a_word() -> None:
-    result = plan(spec(parallelism={"pipeline": 8}, training={"globalBatchSize": 4}), moe_model())
+    result = plan_job(spec(parallelism={"pipeline": 8}, training={"globalBatchSize": 4}), moe_model())
     assert "idle for 64% of a step" in " ".join(warning.message for warning in result.warnings)
 
 
 def test_microbatches_that_leave_a_gpu_waiting_are_worth_a_word() -> None:
     def warned(**changes: Any) -> bool:
         base: dict[str, Any] = {"globalBatchSize": 16, "microBatchSize": 2}
-        result = plan(spec(data={"maxLength": 256}, **({"training": base} | changes)), moe_model())
+        result = plan_job(spec(data={"maxLength": 256}, **({"training": base} | changes)), moe_model())
         return "waiting for its host" in " ".join(warning.message for warning in result.warnings)
 
     assert warned()

@@ -10,15 +10,15 @@ from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.derived import rollout_layout
 from moejob_api.hardware import H100, H200
 from moejob_api.job import Spec
-from moejob_api.job.grpo import Grpo, Placement
+from moejob_api.job.grpo import Grpo, RolloutPlacement
 from moejob_api.job.training import Recompute, RecomputeGranularity
-from moejob_api.layout.sizes import gpus, layout
+from moejob_api.layout.sizes import count_gpus, derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import step_cost
-from moejob_api.planner.engine_choice import with_engines_that_run
-from moejob_api.planner.memory import estimate
-from moejob_api.planner.plan import plan
-from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, Choice, best_layouts, layouts
+from moejob_api.planner.engine_choice import with_runnable_engines
+from moejob_api.planner.memory import estimate_memory
+from moejob_api.planner.plan import plan_job
+from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, LayoutChoice, best_layouts, candidate_layouts
 from moejob_api.rules import layout_problems
 
 QUESTIONS: list[Any] = [
@@ -39,15 +39,15 @@ def exhaustive(asked: Spec, shape: ModelShape, count: int) -> list[float]:
     """The cost of every layout, microbatch and recomputation that keeps the rules and fits, with nothing skipped."""
     limit = int(24 * 2**30 * (1 - HEADROOM))
     found = []
-    for cuts in layouts(asked, shape, count):
+    for cuts in candidate_layouts(asked, shape, count):
         for parallelism in cuts:
             for micro in MICRO_BATCH_SIZES:
                 for granularity in RecomputeGranularity:
                     recompute = Recompute(granularity=granularity)
                     training = asked.training.model_copy(update={"micro_batch_size": micro, "recompute": recompute})
                     job = asked.model_copy(update={"parallelism": parallelism, "training": training})
-                    sizes = layout(parallelism, 8)
-                    if not layout_problems(job, shape) and estimate(job, shape, sizes).fits(limit):
+                    sizes = derive_layout(parallelism, 8)
+                    if not layout_problems(job, shape) and estimate_memory(job, shape, sizes).is_within(limit):
                         found.append(step_cost(job, shape, sizes, H100).seconds)
     return found
 
@@ -74,16 +74,16 @@ def test_every_choice_is_accepted_as_it_stands(shape: ModelShape, sections: dict
     assert [choice.cost.seconds for choice in choices] == sorted(choice.cost.seconds for choice in choices)
     for choice in choices:
         engines = rollout_layout(choice.spec, choice.layout)
-        assert gpus(choice.spec.parallelism) + (0 if engines is None else engines.gpus) == count
-        assert plan(choice.spec, shape, choice.layout.gpus).accepted
+        assert count_gpus(choice.spec.parallelism) + (0 if engines is None else engines.gpus) == count
+        assert plan_job(choice.spec, shape, choice.layout.gpus).is_accepted
         assert choice.reasons
 
 
 def test_layouts_are_enumerated_once() -> None:
-    seen = [cut for cuts in layouts(spec(), moe_model(), 16) for cut in cuts]
+    seen = [cut for cuts in candidate_layouts(spec(), moe_model(), 16) for cut in cuts]
     assert len(seen) == len(set(seen))
     for parallelism in seen:
-        assert gpus(parallelism) == 16
+        assert count_gpus(parallelism) == 16
 
 
 def test_too_few_gpus_have_no_layout() -> None:
@@ -124,12 +124,14 @@ def test_engines_divide_the_model(gibibytes: int, tensors: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gibibytes", "placement"), [(80, Placement.COLOCATED), (22, Placement.COLOCATED), (20, Placement.SEPARATE)]
+    ("gibibytes", "placement"),
+    [(80, RolloutPlacement.COLOCATED), (22, RolloutPlacement.COLOCATED), (20, RolloutPlacement.SEPARATE)],
 )
-def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: Placement) -> None:
+def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: RolloutPlacement) -> None:
     """A GPU of 22 GiB holds both trainer and engine, one of 20 GiB does not."""
     fastest = {
-        asked: best_layouts(grpo_spec(gibibytes, asked), moe_model(8), 8, H100, limit=1) for asked in (None, *Placement)
+        asked: best_layouts(grpo_spec(gibibytes, asked), moe_model(8), 8, H100, limit=1)
+        for asked in (None, *RolloutPlacement)
     }
     assert best(fastest[None])[0].rollout.placement is placement
     assert best(fastest[None])[1] == min(best(found)[1] for asked, found in fastest.items() if asked and found)
@@ -141,7 +143,7 @@ def test_a_gpu_with_more_memory_is_never_slower() -> None:
 
 
 def test_engines_that_the_job_counts_stay_so_many() -> None:
-    counted = grpo_spec(80, Placement.SEPARATE, replicas=3)
+    counted = grpo_spec(80, RolloutPlacement.SEPARATE, replicas=3)
     (choice,) = best_layouts(counted, moe_model(8), 8, H100, limit=1)
     assert best((choice,))[0].rollout.replicas == 3
     assert choice.layout.gpus == 5
@@ -151,7 +153,7 @@ def test_engines_that_the_job_counts_stay_so_many() -> None:
 MORE = (16, 18, 22, 26, 40, 80)
 
 
-def grpo_spec(gibibytes: int, placement: Placement | None, **rollout: int) -> Spec:
+def grpo_spec(gibibytes: int, placement: RolloutPlacement | None, **rollout: int) -> Spec:
     asked = rollout | ({} if placement is None else {"placement": placement})
     return spec(
         method="GRPO",
@@ -161,12 +163,12 @@ def grpo_spec(gibibytes: int, placement: Placement | None, **rollout: int) -> Sp
     )
 
 
-def best(found: tuple[Choice, ...]) -> tuple[Grpo, float]:
+def best(found: tuple[LayoutChoice, ...]) -> tuple[Grpo, float]:
     grpo = found[0].spec.grpo
     assert grpo is not None
     return grpo, found[0].cost.seconds
 
 
 def engine_sizes(asked: Spec, count: int, shape: ModelShape | None = None) -> list[int]:
-    sized = [changed.grpo for changed in with_engines_that_run(asked, shape or moe_model(), count)]
+    sized = [changed.grpo for changed in with_runnable_engines(asked, shape or moe_model(), count)]
     return [grpo.rollout.tensor for grpo in sized if grpo is not None]

@@ -8,7 +8,7 @@ import pytest
 
 from builders import dense_model, moe_model, spec
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.plan import plan
+from moejob_api.planner.plan import plan_job
 from moejob_api.problems import Rule
 from moejob_api.rules.idle_fields import idle_fields
 
@@ -218,7 +218,7 @@ def communication(**settings: Any) -> dict[str, Any]:
 def test_a_field_that_does_nothing_is_named_in_a_warning(
     model: ModelShape | None, sections: dict[str, Any], path: str, says: str
 ) -> None:
-    (warning,) = (one for one in plan(spec(**sections), model).warnings if one.rule is Rule.IDLE)
+    (warning,) = (one for one in plan_job(spec(**sections), model).warnings if one.rule is Rule.IDLE)
     assert warning.path == f"spec.{path}"
     assert says in warning.message
 

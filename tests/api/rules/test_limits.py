@@ -11,7 +11,7 @@ from builders import spec
 from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
 from moejob_api.documents import read_file
 from moejob_api.problems import Rule
-from moejob_api.rules.limits import LIMITED, JobLimits, limit_problems
+from moejob_api.rules.limits import LIMITED_NAMES, JobLimits, limit_problems
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 LIMITS = JobLimits.model_validate(ALLOWED)
@@ -29,7 +29,7 @@ def test_a_job_beyond_a_limit_is_refused_where_it_names_what_it_may_not(case: Li
     assert case.says in " ".join(problem.message for problem in problems)
 
 
-@pytest.mark.parametrize("limit", [limited.field for limited in LIMITED])
+@pytest.mark.parametrize("limit", [limited.value_name for limited in LIMITED_NAMES])
 def test_each_limit_refuses_when_it_is_given_and_only_then(limit: str) -> None:
     """Jobs of WITHIN name something for each limit, those of BEYOND too."""
     none = JobLimits.model_validate({limit: []})

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from builders import spec
-from moejob_api.contract.pods import LastWord, Outcome, PodProgress, ReportedHeartbeat, RunProgress
-from moejob_api.layout.sizes import layout
-from moejob_api.recovery.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.contract.pods import PodOutcome, PodProgress, ReportedHeartbeat, RunProgress, TerminationMessage
+from moejob_api.layout.sizes import derive_layout
+from moejob_api.recovery.restarts import GiveUp, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import Recovery, RecoveryState
-from moejob_cli.running.display import View, duration, ending, is_news, plain_line
-from moejob_cli.running.launchers import Ports, RunOf, engine_orders, launcher_order
-from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, trainer_python, visible_gpus
-from moejob_cli.running.recovery import PodReport, polled, recovery
+from moejob_cli.running.display import RunView, closing_lines, duration_words, is_news, plain_line
+from moejob_cli.running.launchers import LauncherPorts, LocalRun, engine_orders, launcher_order
+from moejob_cli.running.machine import CannotRun, LocalMachine, require_capacity, trainer_python, visible_gpus
+from moejob_cli.running.recovery import PodReport, choose_recovery, state_after_poll
 from moejob_cli.running.steps import StepLine, StepLog, seconds_left, sparkline, tokens_per_second
 
 DEADLINE = 100
@@ -39,20 +39,20 @@ def pod(index: int, *, age: float = 0.0, restarts: int = 0, saved: int | None = 
     return PodReport(index, progress=progress, seconds=1000.0)
 
 
-def ended(index: int, code: int = 1, outcome: Outcome = Outcome.RANK_FAILED) -> PodReport:
-    return PodReport(index, exit_code=code, word=LastWord(outcome=outcome, message="boom"))
+def ended(index: int, code: int = 1, outcome: PodOutcome = PodOutcome.RANK_FAILED) -> PodReport:
+    return PodReport(index, exit_code=code, termination_message=TerminationMessage(outcome=outcome, message="boom"))
 
 
 def stopped(index: int) -> PodReport:
-    return ended(index, 143, Outcome.PREEMPTED)
+    return ended(index, 143, PodOutcome.PREEMPTED)
 
 
 def state(**changes: object) -> RecoveryState:
-    return replace(RecoveryState(Budget(6)), **changes)  # type: ignore[arg-type]
+    return replace(RecoveryState(RestartBudget(6)), **changes)  # type: ignore[arg-type]
 
 
 def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
-    found = recovery(pods, 3, known, DEADLINE)
+    found = choose_recovery(pods, 3, known, DEADLINE)
     assert found is not None
     return found
 
@@ -68,12 +68,12 @@ def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
         pytest.param((ended(0), pod(1), pod(2)), state(), ReplaceGang, id="pod 0 ended"),
         pytest.param((pod(0), ended(1, 0), ended(2)), state(), ReplaceGang, id="another is done already"),
         pytest.param((pod(0), ended(1, 78), pod(2)), state(), GiveUp, id="bad configuration"),
-        pytest.param((pod(0), ended(1), pod(2)), state(budget=Budget(2, spent=2)), GiveUp, id="budget spent"),
+        pytest.param((pod(0), ended(1), pod(2)), state(budget=RestartBudget(2, spent=2)), GiveUp, id="budget spent"),
         pytest.param((pod(0), stopped(1), stopped(2)), state(), None, id="taken away, and the others still save"),
         pytest.param((stopped(0), stopped(1), stopped(2)), state(), ReplaceGang, id="taken away, and all have saved"),
         pytest.param((pod(0), stopped(1), ended(2)), state(), ReplacePods, id="taken away, and another failed"),
         pytest.param(
-            (stopped(0), stopped(1)), state(budget=Budget(0)), ReplaceGang, id="being taken away costs nothing"
+            (stopped(0), stopped(1)), state(budget=RestartBudget(0)), ReplaceGang, id="being taken away costs nothing"
         ),
         pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(), RestartRanks, id="ranks restarted"),
         pytest.param(
@@ -88,7 +88,7 @@ def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
     ],
 )
 def test_the_rung(pods: tuple[PodReport, ...], known: RecoveryState, decision: type | None) -> None:
-    found = recovery(pods, 3, known, DEADLINE)
+    found = choose_recovery(pods, 3, known, DEADLINE)
     assert type(None if found is None else found.action) is (decision or type(None))
 
 
@@ -112,7 +112,7 @@ def test_launchers_that_fail_together_are_charged_once() -> None:
 
 
 def test_a_peer_that_does_not_survive_a_replacement_costs_nothing() -> None:
-    found = after_failures(state(replacing=frozenset({1}), budget=Budget(6, spent=1)), pod(0), ended(2))
+    found = after_failures(state(replacing=frozenset({1}), budget=RestartBudget(6, spent=1)), pod(0), ended(2))
     after = found.state
     assert isinstance(found.action, ReplacePods)
     assert found.action.pods == (2,)
@@ -121,16 +121,16 @@ def test_a_peer_that_does_not_survive_a_replacement_costs_nothing() -> None:
 
 
 def test_a_replaced_launcher_that_fails_again_is_charged_again() -> None:
-    known = state(replacing=frozenset({1}), budget=Budget(6, spent=1))
+    known = state(replacing=frozenset({1}), budget=RestartBudget(6, spent=1))
     after = after_failures(known, pod(0), ended(1), pod(2)).state
     assert after.budget.spent == 2
 
 
 def test_a_replacement_is_over_when_every_rank_is_heard_again() -> None:
     known = state(replacing=frozenset({1}))
-    assert polled((pod(0), pod(1, ready=False), pod(2)), 3, known).replacing
-    assert polled((pod(0), pod(2)), 3, known).replacing
-    assert not polled((pod(0), pod(1), pod(2)), 3, known).replacing
+    assert state_after_poll((pod(0), pod(1, ready=False), pod(2)), 3, known).replacing
+    assert state_after_poll((pod(0), pod(2)), 3, known).replacing
+    assert not state_after_poll((pod(0), pod(1), pod(2)), 3, known).replacing
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_replacement_is_over_when_every_rank_is_heard_again() -> None:
     ],
 )
 def test_a_newer_checkpoint_renews_the_budget(before: int | None, saved: int, spent: int) -> None:
-    known = state(checkpoint_step=before, budget=Budget(6, spent=3))
-    assert polled((pod(0, saved=saved),), 1, known).budget.spent == spent
+    known = state(checkpoint_step=before, budget=RestartBudget(6, spent=3))
+    assert state_after_poll((pod(0, saved=saved),), 1, known).budget.spent == spent
 
 
 @given(st.lists(st.integers(0, 9) | st.none(), max_size=100), st.integers(0, 3))
@@ -152,13 +152,13 @@ def test_a_run_without_a_new_highest_checkpoint_gives_up_after_backoff_limit_res
     history: list[int | None], limit: int
 ) -> None:
     """None is a launcher that ends; a number is the newest checkpoint that can be read."""
-    known, highest, restarts = state(budget=Budget(limit)), -1, 0
+    known, highest, restarts = state(budget=RestartBudget(limit)), -1, 0
     for saved in history:
         pods = (pod(0, saved=saved), pod(1)) if saved is not None else (pod(0), ended(1))
-        known = polled(pods, 2, known)
+        known = state_after_poll(pods, 2, known)
         if saved is not None and saved > highest:
             highest, restarts = saved, 0
-        after = recovery(pods, 2, known, DEADLINE)
+        after = choose_recovery(pods, 2, known, DEADLINE)
         if after is None:
             continue
         if isinstance(after.action, GiveUp):
@@ -178,8 +178,8 @@ def machine(**changes: object) -> LocalMachine:
 
 def test_simulated_nodes_divide_gpus_and_cores() -> None:
     wanted = spec(parallelism={"data": 4}, resources={"gpusPerNode": 2})
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
-    orders = [launcher_order(of, machine(), Ports(1, 2), 1, index) for index in (0, 1)]
+    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
+    orders = [launcher_order(of, machine(), LauncherPorts(1, 2), 1, index) for index in (0, 1)]
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["0,1", "2,3"]
     assert [order.cores for order in orders] == [{0, 1}, {2, 3}]
 
@@ -196,8 +196,8 @@ def test_every_process_knows_all_engines(
     sections: dict[str, object], ranks: int, urls: list[str], separate: int
 ) -> None:
     wanted = spec(method="GRPO", parallelism={"data": 4}, resources={"accelerator": "CPU"}, grpo={"rollout": sections})
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, ranks), Path("/run"), "secret")
-    ports, here = Ports(1, 2, 8), machine(rollout_python=Path("/rollout"))
+    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, ranks), Path("/run"), "secret")
+    ports, here = LauncherPorts(1, 2, 8), machine(rollout_python=Path("/rollout"))
     engines = engine_orders(of, here, ports)
     launchers = [launcher_order(of, here, ports, 1, index) for index in (0, 1)]
     assert [order.environment["MOEJOB_INDEX"] for order in engines] == [str(index) for index in range(separate)]
@@ -216,10 +216,10 @@ def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_n
         resources={"accelerator": "CPU", "env": [{"name": name, "value": value} for name, value in named.items()]},
         grpo={"rollout": {"placement": "Separate"}},
     )
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
+    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
     here = machine(environment=named, rollout_python=Path("/rollout"))
-    environments = [order.environment for order in engine_orders(of, here, Ports(1, 2, 8))]
-    environments.append(launcher_order(of, here, Ports(1, 2, 8), 1, 1).environment)
+    environments = [order.environment for order in engine_orders(of, here, LauncherPorts(1, 2, 8))]
+    environments.append(launcher_order(of, here, LauncherPorts(1, 2, 8), 1, 1).environment)
     for environment in environments:
         assert [environment[name] for name in named] == ["lo", "=lo", "127.0.0.1"]
 
@@ -231,8 +231,8 @@ def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
         resources={"gpusPerNode": 2},
         grpo={"rollout": {"placement": "Separate", "replicas": 2}},
     )
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
-    orders = engine_orders(of, machine(), Ports(1, 2, 8))
+    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
+    orders = engine_orders(of, machine(), LauncherPorts(1, 2, 8))
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["2", "3"]
 
 
@@ -266,7 +266,7 @@ def test_without_a_variable_the_trainer_of_the_checkout_is_used(tmp_path: Path) 
 def test_what_cannot_run_here(sections: dict[str, object], said: str) -> None:
     wanted = spec(**sections)
     with pytest.raises(CannotRun, match=said):
-        must_fit(wanted, layout(wanted.parallelism, wanted.resources.gpus_per_node), machine())
+        require_capacity(wanted, derive_layout(wanted.parallelism, wanted.resources.gpus_per_node), machine())
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_step_that_has_lost_a_number_is_shown(tmp_path: Path) -> None:
     log = StepLog(file)
     log.read()
     assert [line.step for line in log.lines] == [1]
-    assert "step 1/10, loss nan" in plain_line(View("training", log.lines, 10, checkpoint_step=None, restarts=0))
+    assert "step 1/10, loss nan" in plain_line(RunView("training", log.lines, 10, checkpoint_step=None, restarts=0))
 
 
 def test_a_curve_keeps_its_ends_and_its_width() -> None:
@@ -318,15 +318,15 @@ def test_the_reward_is_shown_where_there_is_one() -> None:
     learned = [
         line.model_copy(update={"reward": reward}) for line, reward in zip(lines(0.1, 0.2), (0.5, 1.0), strict=True)
     ]
-    assert "reward 1.0000" in plain_line(View("training", learned, 10, checkpoint_step=None, restarts=0))
+    assert "reward 1.0000" in plain_line(RunView("training", learned, 10, checkpoint_step=None, restarts=0))
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
-        console.print(ending(learned, Path("nowhere")))
+        console.print(closing_lines(learned, Path("nowhere")))
     assert "reward       0.5000 ▁█ 1.0000" in captured.get()
 
 
 def test_a_start_says_what_it_does_and_for_how_long() -> None:
-    view = View("starting", [], 10, None, 0, doing="preparing the data", doing_seconds=75.0)
+    view = RunView("starting", [], 10, None, 0, doing="preparing the data", doing_seconds=75.0)
     assert plain_line(view) == "starting: step 0/10, preparing the data for 1 min 15 s"
     assert is_news(replace(view, doing="building the model", doing_seconds=0.0), view, 0.0)
     later = replace(view, doing_seconds=76.0)
@@ -340,14 +340,14 @@ def test_the_best_evaluation_is_shown_and_that_a_run_stopped_early() -> None:
     ]
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
-        console.print(ending([StepLine.model_validate_json(text) for text in texts], Path("nowhere")))
+        console.print(closing_lines([StepLine.model_validate_json(text) for text in texts], Path("nowhere")))
     assert "evaluation   2.5000 to 2.7500" in captured.get()
     assert "best         2.5000 at step 1" in captured.get()
     assert "stopped      early at step 2" in captured.get()
 
 
 def test_a_plain_line_says_it_all() -> None:
-    view = View("training", lines(3, 2.5), 10, checkpoint_step=2, restarts=1)
+    view = RunView("training", lines(3, 2.5), 10, checkpoint_step=2, restarts=1)
     assert plain_line(view) == "training: step 2/10, loss 2.5000, 200 tokens/s, 4 s left, checkpoint 2, 1 restart"
 
 
@@ -363,10 +363,10 @@ def test_a_plain_line_says_it_all() -> None:
     ],
 )
 def test_plain_lines_come_when_there_is_news(changes: dict[str, object], seconds: float, is_due: bool) -> None:
-    shown = View("training", lines(3), 3, None, 0)
+    shown = RunView("training", lines(3), 3, None, 0)
     assert is_news(replace(shown, **changes), shown, seconds) is is_due  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, "5 s"), (65, "1 min 5 s"), (3 * 3600 + 120, "3 h 2 min")])
 def test_durations(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+    assert duration_words(seconds) == said

@@ -29,7 +29,7 @@ def engines(tmp_path: Path) -> Iterator[RunEngines]:
     program.chmod(0o755)
     made = RunEngines(program, [EngineOrder(index, {"INDEX": str(index)}) for index in (0, 1)], tmp_path)
     yield made
-    made.end()
+    made.end_engines()
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ def test_engines_start_and_end_with_their_workers(engines: RunEngines, tmp_path:
     assert engines.keep_running() == []
     seen = started(tmp_path, 2)
     assert sorted(said for _, _, *said in seen) == [["0", "-m", "moejob_rollout"], ["1", "-m", "moejob_rollout"]]
-    engines.end()
+    engines.end_engines()
     eventually(lambda: not any(lives(pid) for first, second, *_ in seen for pid in (first, second)))
 
 
@@ -81,10 +81,10 @@ def test_an_engine_that_cannot_start_is_refused_with_its_last_line(tmp_path: Pat
     program.write_text("#!/bin/bash\necho 'no such model' >&2\nexit 78\n")
     program.chmod(0o755)
     engines = RunEngines(program, [EngineOrder(0, {})], tmp_path)
-    assert (engines.keep_running(), engines.refusal()) == ([], None)
+    assert (engines.keep_running(), engines.failed_start()) == ([], None)
     eventually(lambda: engines.keep_running() != [])
-    assert engines.refusal() == FailedStart("engine 0 cannot start: no such model", is_misconfigured=True)
-    engines.end()
+    assert engines.failed_start() == FailedStart("engine 0 cannot start: no such model", is_misconfigured=True)
+    engines.end_engines()
 
 
 def test_an_engine_that_dies_at_each_start_is_refused_for_a_reason_that_may_pass(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_an_engine_that_dies_at_each_start_is_refused_for_a_reason_that_may_pass
 
     def is_refused() -> bool:
         engines.keep_running()
-        return engines.refusal() is not None
+        return engines.failed_start() is not None
 
     eventually(is_refused)
-    refusal = engines.refusal()
+    refusal = engines.failed_start()
     assert refusal is not None
     assert (refusal.is_misconfigured, refusal.message[-13:]) == (False, "out of memory")
-    engines.end()
+    engines.end_engines()

@@ -14,10 +14,10 @@ LONGEST_SECONDS = 120.0
 # A handler that asks for a lock which the thread that it interrupts holds never returns.
 PROGRAM = f"""
 import os
-from moejob_cli.running.supervision import Requests
+from moejob_cli.running.supervision import StopRequests
 
-requests = Requests()
-with requests.listening():
+requests = StopRequests()
+with requests.handle_signals():
     print("listening", flush=True)
     while len(requests.signals) < {SIGNALS}:
         requests.wait(1.0)

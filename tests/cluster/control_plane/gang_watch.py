@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane
-from moejob_api.contract.pods import Label, Role
+from moejob_api.contract.pods import Label, PodRole
 
-_PODS = "/api/v1/pods?labelSelector=" + quote(f"{Label.ROLE}={Role.TRAINER}")
+_PODS = "/api/v1/pods?labelSelector=" + quote(f"{Label.ROLE}={PodRole.TRAINER}")
 
 
 @dataclass

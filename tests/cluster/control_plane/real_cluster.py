@@ -21,14 +21,14 @@ from cluster.control_plane.pod_voices import PodVoices
 from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, Crash, FakeCluster, Id, at
-from moejob_api.contract.pods import Label, PodProgress, Role
-from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
+from moejob_api.contract.pods import Label, PodProgress, PodRole
+from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.kube_api.api_client import ApiClient
 from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED
-from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection_path
 from moejob_operator.kube_api.pod_client import PodClient
 
 KINDS = (Kind.JOB, *WATCHED)
@@ -69,7 +69,7 @@ class RealCluster(FakeCluster):
             pods=PodClient(2.0, self.voices.port),
             identity="tests",
             remaining_seconds=lambda: float("inf"),
-            status_written=lambda _before, _after: None,
+            on_status_written=lambda _before, _after: None,
             clock=lambda: self.now,
         )
 
@@ -99,18 +99,18 @@ class RealCluster(FakeCluster):
     async def _reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         # What asks pods belongs to the loop that it asks in.
         self._server = replace(self._server, pods=PodClient(2.0, self.voices.port))
-        await asyncio.gather(*(self._lists.fill(kind) for kind in KINDS))
+        await asyncio.gather(*(self._lists.fill_cache(kind) for kind in KINDS))
         try:
             return await reconciliation
         except Crash:
             self._forget()
             raise
 
-    async def job(self, key: JobKey) -> Raw | None:
-        return await self._server.job(key)
+    async def get_job(self, key: JobKey) -> Raw | None:
+        return await self._server.get_job(key)
 
-    async def children(self, key: JobKey, *, live: bool) -> Children:
-        return await self._server.children(key, live=live)
+    async def list_children(self, key: JobKey, *, live: bool) -> Children:
+        return await self._server.list_children(key, live=live)
 
     async def ensure(self, manifest: Manifest) -> None:
         about = manifest["metadata"]
@@ -118,10 +118,10 @@ class RealCluster(FakeCluster):
         await self._server.ensure(manifest)
         self._after()
 
-    async def lacks(self, manifest: Manifest) -> bool:
-        return await self._server.lacks(manifest)
+    async def is_missing(self, manifest: Manifest) -> bool:
+        return await self._server.is_missing(manifest)
 
-    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+    async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
         self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.has_garbage |= ref.kind is Kind.JOB
         await self._server.delete(ref, grace_seconds=grace_seconds)
@@ -132,13 +132,13 @@ class RealCluster(FakeCluster):
         await self._server.write_status(job, status)
         self._after()
 
-    async def post(self, job: Raw, event: Event) -> None:
+    async def post_event(self, job: Raw, event: Event) -> None:
         self._before(None)
-        await self._server.post(job, event)
+        await self._server.post_event(job, event)
         self._after()
 
-    async def progress(self, pod: Raw) -> PodProgress | None:
-        return await self._server.progress(pod)
+    async def get_progress(self, pod: Raw) -> PodProgress | None:
+        return await self._server.get_progress(pod)
 
     # --- the tests' side: reading -------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class RealCluster(FakeCluster):
     def objects(self, _: Mapping[Id, Body]) -> None:
         """There is nothing to begin with."""
 
-    def pods(self, role: Role | None = None) -> Iterator[Body]:
+    def pods(self, role: PodRole | None = None) -> Iterator[Body]:
         for body in sorted(self._listed(Kind.POD), key=lambda pod: str(pod["metadata"]["name"])):
             if role in (None, body["metadata"].get("labels", {}).get(Label.ROLE)):
                 yield body
@@ -303,13 +303,13 @@ class _Objects(Mapping[Id, Body]):
 
 
 def _listed(plane: ControlPlane, kind: Kind, namespace: str) -> list[Body]:
-    listed = plane.api.get(collection(kind, namespace))
+    listed = plane.api.get(collection_path(kind, namespace))
     return [{"apiVersion": listed["apiVersion"], "kind": kind.value} | item for item in listed["items"]]
 
 
 def _path(with_id: Id) -> str:
     kind, namespace, name = with_id
-    return f"{collection(kind, namespace)}/{name}"
+    return f"{collection_path(kind, namespace)}/{name}"
 
 
 def add_node(plane: ControlPlane, name: str) -> None:

@@ -19,9 +19,8 @@ from cluster.extent import IS_FULL
 from cluster.waiting import until
 from fake_world import SMALL
 from moejob_api.contract.pods import Label
-from moejob_operator.observed.jobs import Specs
-from moejob_operator.observed.jobs import job as read_job
-from moejob_operator.validation import Validation, validation_of
+from moejob_operator.observed.jobs import SpecCache, read_job
+from moejob_operator.validation import Validation, validate_spec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
 
@@ -69,8 +68,8 @@ def applied(home: Home, name: str, spec: dict[str, Any]) -> str:
 
 def judged(job: dict[str, Any]) -> Validation:
     """Return what the operator will say of it."""
-    found = read_job(job, Specs())
-    return Validation(found.problems) if found.spec is None else validation_of(found.spec)
+    found = read_job(job, SpecCache())
+    return Validation(found.problems) if found.spec is None else validate_spec(found.spec)
 
 
 def is_large(spec: dict[str, Any]) -> bool:

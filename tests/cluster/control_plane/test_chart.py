@@ -30,7 +30,7 @@ from cluster.control_plane.releases import (
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
 from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
-from moejob_operator.admission.certificates import made, utc_now
+from moejob_operator.admission.certificates import make_pair, utc_now
 
 pytestmark = pytest.mark.cluster
 
@@ -193,7 +193,7 @@ def test_with_cert_manager_its_certificate_is_served_and_the_operator_makes_none
         plane.api.create(DEFINITIONS, definition("cert-manager.io/v1", kind))
     with release(plane, tmp_path) as found:
         until(lambda: is_installed(found), waiting_for="kinds of cert-manager to be known")
-        pair = made(
+        pair = make_pair(
             tuple(found.get("cert-manager.io/v1:certificates/moejob-webhook-certificate")["spec"]["dnsNames"]),
             utc_now(),
         )

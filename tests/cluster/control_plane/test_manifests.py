@@ -13,7 +13,7 @@ from cluster.control_plane.plane import ControlPlane
 from golden_manifests import FOLDER, GOLDEN
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
-from moejob_operator.kube_api.live_lists import collection
+from moejob_operator.kube_api.live_lists import collection_path
 
 # Only stand-ins of the others are served.
 SERVED = ("v1", GangApi.NATIVE)
@@ -47,7 +47,7 @@ def test_a_field_that_it_does_not_know_is_refused_here(control_plane: ControlPla
 
 
 def _try(plane: ControlPlane, namespace: str, body: dict[str, Any]) -> None:
-    path = collection(Kind(body["kind"]), namespace, body["apiVersion"])
+    path = collection_path(Kind(body["kind"]), namespace, body["apiVersion"])
     tried = body | {"metadata": body["metadata"] | {"namespace": namespace}}
     plane.api.create(f"{path}?dryRun=All&fieldValidation=Strict", tried)
 

@@ -25,7 +25,7 @@ from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
-from moejob_operator.kube_api.api_client import ApiClient, configuration
+from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 from moejob_operator.runtime.metrics import Metrics
 from scenarios import SCENARIOS, Scenario, live
 
@@ -76,7 +76,7 @@ def api(
 
 
 async def _client(kubeconfig: Path) -> ApiClient:
-    return ApiClient(await configuration(kubeconfig), Metrics(), concurrency=32, seconds=10)
+    return ApiClient(await load_configuration(kubeconfig), Metrics(), concurrency=32, seconds=10)
 
 
 @pytest.fixture(scope="module")

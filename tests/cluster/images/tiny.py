@@ -12,7 +12,7 @@ from builders import merged
 from confined import Confined, Container
 from golden_manifests import created
 from image_builds.recipes import ROOT
-from moejob_api.contract.pods import Environment, LastWord, Outcome
+from moejob_api.contract.pods import Environment, PodOutcome, TerminationMessage
 from moejob_api.documents import read_file
 
 # Of a user and group that no image knows more about.
@@ -31,7 +31,7 @@ def trained(container: Callable[[str, Container], Confined], folder: Path, steps
     made = container("trainer-cpu", Container((), environment | {"OMP_NUM_THREADS": "1"}, {"/moejob": storage}, hosts))
     done = made.run(SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert LastWord.model_validate_json(made.last_word.read_text()).outcome is Outcome.COMPLETED
+    assert TerminationMessage.model_validate_json(made.last_word.read_text()).outcome is PodOutcome.COMPLETED
     return Path(str(storage) + environment[Environment.RUN_FOLDER].removeprefix("/moejob"))
 
 

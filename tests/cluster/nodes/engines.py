@@ -21,7 +21,7 @@ from cluster.nodes.images import write_variant
 from cluster.nodes.training import ROOT, TRAINING_SECONDS, VERSION, Job, Run, Submitted
 from cluster.waiting import until
 from images import built
-from moejob_api.contract.pods import Environment, Label, Port, Role
+from moejob_api.contract.pods import Environment, Label, PodPort, PodRole
 
 IMAGE = f"moejob.test/engine:{VERSION}"
 STEPS = 3
@@ -38,7 +38,7 @@ _AWAIT_WORK = f"""
 import os, re, time, urllib.request
 from moejob_api.contract.pods import engine_key
 asked = urllib.request.Request(
-    "http://127.0.0.1:{Port.ROLLOUT.value}/metrics",
+    "http://127.0.0.1:{PodPort.ROLLOUT.value}/metrics",
     headers={{"Authorization": "Bearer " + engine_key(os.environ["{Environment.SECRET.value}"])}},
 )
 until = time.monotonic() + {TRAINING_SECONDS}
@@ -81,7 +81,7 @@ class EnginePod:
 
 def engine_pods(job: Submitted) -> list[EnginePod]:
     """The pods of a job's engines as they are now, those that end left out."""
-    query = f"labelSelector={Label.JOB}={job.name},{Label.ROLE}={Role.ROLLOUT}"
+    query = f"labelSelector={Label.JOB}={job.name},{Label.ROLE}={PodRole.ROLLOUT}"
     listed = job.nodes.plane.api.get(f"/api/v1/namespaces/{job.namespace}/pods?{query}")["items"]
     return [_engine_pod(pod) for pod in listed if "deletionTimestamp" not in pod["metadata"]]
 

@@ -40,7 +40,7 @@ from cluster.nodes.strangers import address, namespace_of, stranger
 from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, Submitted, run_here, submitted
 from cluster.nodes.ward import RANDOM_MODEL
 from cluster.waiting import until
-from moejob_api.contract.pods import Port
+from moejob_api.contract.pods import PodPort
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"
@@ -146,7 +146,7 @@ def test_a_stranger_can_neither_ask_an_engine_nor_give_it_weights(nodes: Cluster
         host = address(nodes, job.namespace, engine.name)
         gang = generating(job, engine)
         for one in strangers:
-            said = one.tries((verb, host, Port.ROLLOUT.value) for verb in ("ask", "give_weights"))
+            said = one.tries((verb, host, PodPort.ROLLOUT.value) for verb in ("ask", "give_weights"))
             assert set(said.values()) == {"HTTP/1.1 401 Unauthorized"}
         for one in strangers[:2]:
             nodes.plane.kubectl("delete", "pod", one.pod, f"--namespace={one.namespace}")

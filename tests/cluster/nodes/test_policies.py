@@ -19,7 +19,7 @@ from cluster.nodes.policies import REFUSAL, PodAddress, Seen, UnknownPolicyError
 from cluster.nodes.strangers import address
 from cluster.nodes.training import JOBS, ROOT, Submitted, submitted
 from cluster.waiting import until
-from moejob_api.contract.pods import Port
+from moejob_api.contract.pods import PodPort
 
 OWN, OTHER = {"team": "own"}, {"team": "other"}
 SEEN_PODS = (
@@ -97,7 +97,7 @@ def test_without_a_policy_all_are_reached() -> None:
 # Stands in for trainer and engine: answers on the ports of both, and is ready.
 MEMBER = "moejob.test/member:1"
 CONTROL = 40_123
-MEMBER_PORTS = (Port.PROGRESS.value, Port.RENDEZVOUS.value, Port.RANKS.value, Port.ROLLOUT.value, CONTROL)
+MEMBER_PORTS = (PodPort.PROGRESS.value, PodPort.RENDEZVOUS.value, PodPort.RANKS.value, PodPort.ROLLOUT.value, CONTROL)
 _LISTEN = f"for port in {' '.join(map(str, MEMBER_PORTS))}; do httpd -p $port -h /tmp; done"
 ANSWERS = f"echo >/tmp/ready; {_LISTEN}; trap exit TERM; while :; do sleep 0.2; done"
 # Its model comes along.

@@ -20,7 +20,7 @@ from cluster.nodes.policies import enforced
 from cluster.nodes.strangers import Inside, Try, address, namespace_of, ports, stranger
 from cluster.nodes.training import JOBS, VERSION, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
-from moejob_api.contract.pods import Label, Port
+from moejob_api.contract.pods import Label, PodPort
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, in_full]
 
@@ -71,15 +71,17 @@ def siege(nodes: Cluster, home: Release) -> Iterator[Siege]:
             every = [("connect", hosts[pod], port) for pod, found in listening.items() for port in sorted(found)]
             behind_policies = {name: one.tries(every) for name, one in strangers.items()}
             known = [
-                ("connect", host, port.value) for host in hosts.values() for port in (Port.PROGRESS, Port.RENDEZVOUS)
+                ("connect", host, port.value)
+                for host in hosts.values()
+                for port in (PodPort.PROGRESS, PodPort.RENDEZVOUS)
             ]
             inside = {"operator": operator(home), "gang": Inside(nodes.plane, own, min(gang))}
             let_in = {name: one.tries(known) for name, one in inside.items()}
         attacks = [
-            ("end_the_job", hosts[min(gang)], Port.RENDEZVOUS.value),
-            ("guess", hosts[min(gang)], Port.RENDEZVOUS.value),
-            ("post", hosts[min(gang)], Port.PROGRESS.value),
-            ("connect", hosts[min(gang)], Port.RANKS.value),
+            ("end_the_job", hosts[min(gang)], PodPort.RENDEZVOUS.value),
+            ("guess", hosts[min(gang)], PodPort.RENDEZVOUS.value),
+            ("post", hosts[min(gang)], PodPort.PROGRESS.value),
+            ("connect", hosts[min(gang)], PodPort.RANKS.value),
         ]
         turned_away = {name: one.tries(attacks) for name, one in strangers.items()}
         # Who looks for the gang by labels, as this test does, finds it too.
@@ -125,9 +127,9 @@ def forge(job: Submitted) -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_a_stranger_reaches_no_port_of_a_job_where_policies_are_enforced(siege: Siege, where: str) -> None:
     for pod, found in siege.listening.items():
-        assert Port.PROGRESS in found, f"nothing listens in {pod}"
+        assert PodPort.PROGRESS in found, f"nothing listens in {pod}"
     # Those of the contract, and those that gloo has chosen.
-    assert {port for found in siege.listening.values() for port in found} > {Port.PROGRESS, Port.RENDEZVOUS}
+    assert {port for found in siege.listening.values() for port in found} > {PodPort.PROGRESS, PodPort.RENDEZVOUS}
     assert set(siege.behind_policies[where].values()) == {FILTERED}
 
 
@@ -138,11 +140,11 @@ def test_labels_of_a_gang_let_a_pod_through_its_policy(siege: Siege) -> None:
 
 def test_the_operator_reaches_what_a_job_says_of_itself_and_nothing_else(siege: Siege) -> None:
     said = {(port, answer) for (_, _, port), answer in siege.let_in["operator"].items()}
-    assert said == {(Port.PROGRESS, "open"), (Port.RENDEZVOUS, FILTERED)}
+    assert said == {(PodPort.PROGRESS, "open"), (PodPort.RENDEZVOUS, FILTERED)}
 
 
 def test_pods_of_a_gang_reach_each_other(siege: Siege) -> None:
-    said = [answer for (_, _, port), answer in siege.let_in["gang"].items() if port == Port.PROGRESS]
+    said = [answer for (_, _, port), answer in siege.let_in["gang"].items() if port == PodPort.PROGRESS]
     assert said == ["open", "open"]
     assert siege.status["restarts"]["ranks"] == 0
 

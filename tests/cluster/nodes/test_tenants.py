@@ -30,14 +30,14 @@ from cluster.nodes.training import JOBS, VALUES, VERSION, Submitted, example, su
 from cluster.waiting import until
 from images import built
 from limit_cases import ALLOWED, BEYOND, Limited
-from moejob_api.contract.pods import Port, RunFile, printable
+from moejob_api.contract.pods import PodPort, RunFile, printable_text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, in_full]
 
 CHATTER = (Path(__file__).parent / "chatter.py").read_text()
 CHATTER_IMAGE = f"moejob.test/chatter:{VERSION}"
 # What a port of a launcher holds of those who have proved nothing; see SECURITY.md.
-MOST = {Port.PROGRESS.value: 32, Port.RENDEZVOUS.value: 256}
+MOST = {PodPort.PROGRESS.value: 32, PodPort.RENDEZVOUS.value: 256}
 FAR = 9_999_999_999
 TENANT = "--as=tenant"
 FLOOD_ASKED = 4
@@ -271,8 +271,8 @@ def test_interim_answers_without_end_and_strange_ones_neither_fill_the_operator_
 def test_what_a_pod_says_reaches_status_events_and_logs_without_what_a_terminal_obeys(answered: Answered) -> None:
     said = [*strings(answered.strange["status"]), *answered.events]
     assert any(LAST_WORDS in text for text in said), json.dumps(answered.strange["status"])
-    assert [text for text in said if printable(text) != text] == []
-    assert all(printable(line) == line for line in answered.logs.splitlines())
+    assert [text for text in said if printable_text(text) != text] == []
+    assert all(printable_text(line) == line for line in answered.logs.splitlines())
 
 
 def test_numbers_beyond_all_bounds_are_no_bug_in_a_reconcile(answered: Answered) -> None:

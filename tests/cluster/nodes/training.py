@@ -19,7 +19,7 @@ from cluster.control_plane.releases import Release, release
 from cluster.nodes.cluster import Cluster
 from cluster.waiting import until
 from images import built
-from moejob_api.contract.pods import Label, Role
+from moejob_api.contract.pods import Label, PodRole
 
 ROOT = Path(__file__).parents[3]
 VERSION = (ROOT / "VERSION").read_text().strip()
@@ -117,7 +117,7 @@ class Submitted:
 
     def pods_read(self) -> list[dict[str, Any]]:
         """The trainer pods as they are now."""
-        query = f"labelSelector={Label.JOB}={self.name},{Label.ROLE}={Role.TRAINER}"
+        query = f"labelSelector={Label.JOB}={self.name},{Label.ROLE}={PodRole.TRAINER}"
         listed = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{query}")["items"]
         return sorted(listed, key=lambda pod: str(pod["metadata"]["name"]))
 

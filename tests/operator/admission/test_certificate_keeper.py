@@ -10,11 +10,11 @@ from datetime import datetime
 from cryptography import x509
 
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
-from moejob_operator.admission.certificates import KeyPair, hosts_of, made, utc_now
+from moejob_operator.admission.certificates import KeyPair, make_pair, service_hosts, utc_now
 from moejob_operator.cluster import Forbidden, Retryable
 
-HOSTS = hosts_of("moejob-webhook", "moejob-system")
-FIRST, SECOND = made(HOSTS, utc_now()), made(HOSTS, utc_now())
+HOSTS = service_hosts("moejob-webhook", "moejob-system")
+FIRST, SECOND = make_pair(HOSTS, utc_now()), make_pair(HOSTS, utc_now())
 
 
 @dataclass
@@ -31,9 +31,9 @@ class FakeStore:
             raise self.failure
         return self.pair
 
-    async def keep(self, hosts: tuple[str, ...], now: datetime) -> KeyPair:
+    async def ensure_certificate(self, hosts: tuple[str, ...], now: datetime) -> KeyPair:
         self.made += 1
-        self.pair = self.pair or made(hosts, now)
+        self.pair = self.pair or make_pair(hosts, now)
         return self.pair
 
 
@@ -78,7 +78,7 @@ def test_a_follower_has_a_certificate_as_soon_as_the_leader_has_stored_one() -> 
         await kept.until(kept.keeper.certified.is_set)
         assert kept.keeper.pair == FIRST
         assert kept.store.made == 0
-        assert kept.ends == [FIRST.ends.timestamp()]
+        assert kept.ends == [FIRST.ends_at.timestamp()]
         await kept.end()
 
     asyncio.run(story())
@@ -114,7 +114,7 @@ def test_a_new_certificate_is_loaded_without_a_restart() -> None:
         await kept.until(lambda: kept.keeper.pair == FIRST)
         kept.store.pair = SECOND
         await kept.until(lambda: kept.keeper.pair == SECOND)
-        assert kept.ends == [FIRST.ends.timestamp(), SECOND.ends.timestamp()]
+        assert kept.ends == [FIRST.ends_at.timestamp(), SECOND.ends_at.timestamp()]
         await kept.end()
 
     asyncio.run(story())

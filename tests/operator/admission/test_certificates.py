@@ -16,17 +16,17 @@ from moejob_operator.admission.certificates import (
     RENEWAL,
     CertificateStore,
     KeyPair,
-    hosts_of,
     is_fit,
-    load,
-    made,
-    pair_of,
+    load_pair,
+    make_pair,
+    read_pair,
+    service_hosts,
 )
 from moejob_operator.cluster import Forbidden
 from stand_in_api import Asked, StandIn, refused, stand_in
 
 NOW = datetime.now(UTC).replace(microsecond=0)
-HOSTS = hosts_of("moejob-webhook", "moejob-system")
+HOSTS = service_hosts("moejob-webhook", "moejob-system")
 SECRETS = "/api/v1/namespaces/moejob-system/secrets"
 SECRET = f"{SECRETS}/certificate"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/moejob"
@@ -58,16 +58,16 @@ def told(asked: Asked) -> bytes:
 
 
 def test_a_certificate_is_for_the_names_of_the_service_and_lasts_a_year() -> None:
-    pair = made(HOSTS, NOW)
+    pair = make_pair(HOSTS, NOW)
     assert pair.hosts == HOSTS
     assert HOSTS[0] == "moejob-webhook.moejob-system.svc"
-    assert pair.ends == NOW + LIFETIME
+    assert pair.ends_at == NOW + LIFETIME
 
 
 async def shaken(server: KeyPair, trusted: bytes, host: str) -> None:
     """A TLS connection as an API server opens it."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    load(serving, server)
+    load_pair(serving, server)
     calling = ssl.create_default_context(cadata=trusted.decode())
     calling.verify_flags |= ssl.VERIFY_X509_STRICT
 
@@ -83,14 +83,14 @@ async def shaken(server: KeyPair, trusted: bytes, host: str) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_who_trusts_its_authority_can_connect(host: str) -> None:
-    pair = made(HOSTS, NOW)
+    pair = make_pair(HOSTS, NOW)
     asyncio.run(shaken(pair, pair.authority, host))
 
 
 def test_who_trusts_another_authority_or_wants_another_name_cannot() -> None:
-    pair = made(HOSTS, NOW)
+    pair = make_pair(HOSTS, NOW)
     with pytest.raises(ssl.SSLCertVerificationError):
-        asyncio.run(shaken(pair, made(HOSTS, NOW).authority, HOSTS[0]))
+        asyncio.run(shaken(pair, make_pair(HOSTS, NOW).authority, HOSTS[0]))
     with pytest.raises(ssl.SSLCertVerificationError):
         asyncio.run(shaken(pair, pair.authority, "another.default.svc"))
 
@@ -102,16 +102,16 @@ def test_who_trusts_another_authority_or_wants_another_name_cannot() -> None:
         pytest.param(HOSTS, LIFETIME - RENEWAL - timedelta(seconds=1), True, id="with time left"),
         pytest.param(HOSTS, LIFETIME - RENEWAL, False, id="to be replaced"),
         pytest.param(HOSTS, 2 * LIFETIME, False, id="ended long ago"),
-        pytest.param(hosts_of("renamed", "moejob-system"), timedelta(0), False, id="the service was renamed"),
+        pytest.param(service_hosts("renamed", "moejob-system"), timedelta(0), False, id="the service was renamed"),
     ],
 )
 def test_a_certificate_stays_until_it_ends_soon_or_names_change(
     hosts: tuple[str, ...], later: timedelta, fit: bool
 ) -> None:
-    assert is_fit(made(HOSTS, NOW), hosts, NOW + later) is fit
+    assert is_fit(make_pair(HOSTS, NOW), hosts, NOW + later) is fit
 
 
-PAIR, OTHER = made(HOSTS, NOW), made(HOSTS, NOW)
+PAIR, OTHER = make_pair(HOSTS, NOW), make_pair(HOSTS, NOW)
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ PAIR, OTHER = made(HOSTS, NOW), made(HOSTS, NOW)
     ],
 )
 def test_a_secret_that_cannot_be_served_holds_no_certificate(broken: dict[str, Any]) -> None:
-    assert pair_of(broken) is None
+    assert read_pair(broken) is None
 
 
 def test_a_secret_gives_back_what_was_put_in() -> None:
-    assert pair_of(secret(PAIR)) == PAIR
+    assert read_pair(secret(PAIR)) == PAIR
 
 
 def test_a_secret_of_cert_manager_need_not_hold_an_authority() -> None:
-    found = pair_of(secret(PAIR, **{"ca.crt": None}))
+    found = read_pair(secret(PAIR, **{"ca.crt": None}))
     assert found is not None
     assert found.certificate == PAIR.certificate
 
@@ -145,7 +145,7 @@ def test_a_secret_of_cert_manager_need_not_hold_an_authority() -> None:
 async def kept(server: StandIn, store: CertificateStore, now: datetime = NOW) -> tuple[KeyPair, list[Asked]]:
     """The certificate after it was kept, and what was written for that."""
     server.asked.clear()
-    pair = await store.keep(HOSTS, now)
+    pair = await store.ensure_certificate(HOSTS, now)
     return pair, [asked for asked in server.asked if asked.method != "GET"]
 
 
@@ -161,7 +161,7 @@ def test_the_first_leader_makes_a_certificate_and_has_it_trusted_before_it_is_se
             assert trust.headers["Content-Type"] == "application/strategic-merge-patch+json"
             assert [hook["name"] for hook in trust.body["webhooks"]] == ["hook-0", "hook-1"]
             assert store.body["type"] == "kubernetes.io/tls"
-            assert pair_of(store.body) == pair
+            assert read_pair(store.body) == pair
 
     asyncio.run(story())
 
@@ -190,7 +190,7 @@ def test_a_bundle_that_somebody_emptied_is_filled_again() -> None:
 
 
 def test_while_a_certificate_is_replaced_old_and_new_are_trusted() -> None:
-    first = made(HOSTS, NOW - LIFETIME + RENEWAL)
+    first = make_pair(HOSTS, NOW - LIFETIME + RENEWAL)
 
     async def story() -> None:
         async with stand_in() as (server, api):
@@ -221,7 +221,7 @@ def test_while_a_certificate_is_replaced_old_and_new_are_trusted() -> None:
     [
         pytest.param(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n", id="nonsense"),
         pytest.param(b"", id="none"),
-        pytest.param(made(HOSTS, NOW).authority, id="that of another certificate"),
+        pytest.param(make_pair(HOSTS, NOW).authority, id="that of another certificate"),
     ],
 )
 def test_a_certificate_that_its_authority_did_not_sign_is_replaced(authority: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from connections import SentConnection
-from moejob_operator.admission.listener import BoundedServer, Intake, ListenerLimits, listening
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits, RequestIntake, open_listener
 from moejob_operator.runtime.event_loop import EventLoop
 
 # Only failures take it.
@@ -25,8 +25,8 @@ POST = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n"
 
 def taken(data: bytes, size: int) -> bool:
     """Return whether all of it is taken, in pieces of this size."""
-    intake = Intake()
-    return all(intake.takes(data[start : start + size]) for start in range(0, len(data), size))
+    intake = RequestIntake()
+    return all(intake.take_bytes(data[start : start + size]) for start in range(0, len(data), size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 40, 100_000])
@@ -54,19 +54,19 @@ def test_one_request_is_taken_and_nothing_beside_it(data: bytes, is_taken: bool,
     [(b"", False), (GET[:-2], False), (GET, False), (POST, True), (POST + b"1234", True), (POST + b"12345", False)],
 )
 def test_it_is_known_whether_a_body_is_there(data: bytes, awaits_body: bool) -> None:
-    intake = Intake()
-    assert intake.takes(data)
-    assert intake.awaits_body is awaits_body
+    intake = RequestIntake()
+    assert intake.take_bytes(data)
+    assert intake.is_awaiting_body is awaits_body
 
 
 @pytest.mark.parametrize("read", [0, 3, 5])
 def test_the_next_request_is_taken_behind_a_body_that_was_answered_early(read: int) -> None:
-    intake = Intake()
-    assert intake.takes(POST + b"12345"[:read])
-    intake.answered()
-    assert intake.takes(b"12345"[read:])
-    assert intake.takes(GET)
-    assert not intake.takes(GET)
+    intake = RequestIntake()
+    assert intake.take_bytes(POST + b"12345"[:read])
+    intake.expect_next_request()
+    assert intake.take_bytes(b"12345"[read:])
+    assert intake.take_bytes(GET)
+    assert not intake.take_bytes(GET)
 
 
 def test_what_is_wrong_with_us_is_logged_and_what_a_client_did_is_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_connections_that_are_reset_at_once_make_no_room_that_there_is_not(
 
     async def story() -> None:
         limits = ListenerLimits(connections=2, idle_seconds=10 * DEADLINE_SECONDS)
-        async with listening(BoundedServer(answered, limits), "127.0.0.1", 0) as port:
+        async with open_listener(BoundedServer(answered, limits), "127.0.0.1", 0) as port:
             for _ in range(20):
                 with socket.create_connection(("127.0.0.1", port)) as one:
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)

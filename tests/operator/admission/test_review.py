@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from builders import SFT, merged
 from calls import calls_of
-from moejob_operator.admission.review import ReviewTurns, reviewed, status_of, verdict, warnings_of
+from moejob_operator.admission.review import ReviewTurns, denial_status, review_job, shown_warnings, validate_raw_job
 
 
 def body(name: str = "job", **sections: Any) -> dict[str, Any]:
@@ -28,11 +28,11 @@ def body(name: str = "job", **sections: Any) -> dict[str, Any]:
 
 def response(new: object, old: object = None, operation: str = "CREATE") -> dict[str, Any]:
     """Return what is said of a request, as an AdmissionReview puts it."""
-    found = reviewed(operation, old, new)
+    found = review_job(operation, old, new)
     said: dict[str, Any] = {"allowed": not found.problems}
     if found.problems:
-        said["status"] = status_of(found)
-    return said | ({"warnings": warnings_of(found)} if warnings_of(found) else {})
+        said["status"] = denial_status(found)
+    return said | ({"warnings": shown_warnings(found)} if shown_warnings(found) else {})
 
 
 # Two GPUs hold no model of 30 B parameters.
@@ -92,7 +92,7 @@ def test_what_is_suggested_is_accepted_as_it_is_printed(refused: dict[str, Any])
     printed = re.findall(r"(parallelism: \{.*?\}) on (\d+) GPUs", message)
     assert len(printed) >= 3
     for layout, gpus in printed:
-        found = verdict(body() | {"spec": refused | yaml.safe_load(layout)})
+        found = validate_raw_job(body() | {"spec": refused | yaml.safe_load(layout)})
         assert found.problems == ()
         assert found.layout is not None
         assert found.layout.gpus == int(gpus)
@@ -102,10 +102,10 @@ def test_what_is_suggested_is_accepted_as_it_is_printed(refused: dict[str, Any])
 def test_a_job_that_can_work_waits_for_no_search_and_one_that_cannot_only_for_a_while() -> None:
     turns = ReviewTurns(search_seconds=0.01)
     with turns.search:
-        assert reviewed("CREATE", None, body(**FITTING), turns=turns).problems == ()
-        refused = reviewed("CREATE", None, body(**NO_LAYOUT), turns=turns)
+        assert review_job("CREATE", None, body(**FITTING), turns=turns).problems == ()
+        refused = review_job("CREATE", None, body(**NO_LAYOUT), turns=turns)
     assert (bool(refused.problems), refused.suggestions) == (True, ())
-    assert reviewed("CREATE", None, body(**NO_LAYOUT), turns=turns).suggestions
+    assert review_job("CREATE", None, body(**NO_LAYOUT), turns=turns).suggestions
 
 
 def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:
@@ -114,8 +114,8 @@ def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:
     hostile: dict[str, Any] = {"parallelism": sizes, "resources": {"gpusPerNode": 240}}
     old = body(**merged(hostile, {"training": {"globalBatchSize": 360_360}}))
     new = body(**merged(hostile, {"training": {"globalBatchSize": 720_720}}))
-    created = calls_of(lambda: reviewed("CREATE", None, new))
-    assert calls_of(lambda: reviewed("UPDATE", old, new)) < 1.2 * created
+    created = calls_of(lambda: review_job("CREATE", None, new))
+    assert calls_of(lambda: review_job("UPDATE", old, new)) < 1.2 * created
 
 
 def test_a_denial_tells_programs_the_fields() -> None:

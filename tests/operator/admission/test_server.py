@@ -22,17 +22,17 @@ from builders import SFT, merged
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
-from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
+from moejob_operator.admission.certificates import KeyPair, load_pair, make_pair, service_hosts, utc_now
 from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.review import ReviewTurns
-from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, NotAReview, read_review
+from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, InvalidReview, read_review
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.assembly import REVIEWERS
-from moejob_operator.runtime.kopf_settings import configure
+from moejob_operator.runtime.kopf_settings import configure_kopf
 from stand_in_api import listed, stand_in
 
-HOSTS = hosts_of("moejob-webhook", "moejob-system")
-FIRST, SECOND = made(HOSTS, utc_now()), made(HOSTS, utc_now())
+HOSTS = service_hosts("moejob-webhook", "moejob-system")
+FIRST, SECOND = make_pair(HOSTS, utc_now()), make_pair(HOSTS, utc_now())
 # Two GPUs hold no model of 30 B parameters.
 FITTING: dict[str, Any] = {
     "parallelism": {"tensor": 4, "expert": 4},
@@ -72,7 +72,7 @@ class Reviews:
 
     answers: list[str] = field(default_factory=list)
 
-    def reviewed(self, answer: str, seconds: float) -> None:
+    def count_review(self, answer: str, seconds: float) -> None:
         assert seconds >= 0
         self.answers.append(answer)
 
@@ -121,7 +121,7 @@ async def served(
     turns: ReviewTurns | None = None,
 ) -> AsyncIterator[Served]:
     context, certified, metrics = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), asyncio.Event(), Reviews()
-    load(context, FIRST)
+    load_pair(context, FIRST)
     certified.set()
     server = AdmissionServer(
         context,
@@ -135,7 +135,7 @@ async def served(
     )
     reviewers = ThreadPoolExecutor(REVIEWERS)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
-    configure(settings, reviewers, server)
+    configure_kopf(settings, reviewers, server)
     kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER, registry=registry)(handler)
     async with stand_in() as (api, _), aiohttp.ClientSession() as client:
         api.serve_jobs()
@@ -313,7 +313,7 @@ def test_nothing_else_is_served() -> None:
     [None, [], {}, {"request": None}, {"request": {}}, {"request": {"uid": 1}}, asked(None), asked({"metadata": 1})],
 )
 def test_what_is_no_review_is_refused_as_such(anything: object) -> None:
-    with pytest.raises(NotAReview):
+    with pytest.raises(InvalidReview):
         read_review(json.dumps(anything).encode())
 
 
@@ -331,7 +331,7 @@ def test_kopf_is_shown_names_alone_and_compares_and_remembers_nothing_that_stran
 def test_a_new_certificate_is_served_without_a_restart_and_on_the_same_port() -> None:
     async def story(here: Served) -> None:
         port = here.port
-        load(here.server.context, SECOND)
+        load_pair(here.server.context, SECOND)
         here.pair = SECOND
         assert (await here.review(body(**FITTING)))["allowed"] is True
         assert here.port == port

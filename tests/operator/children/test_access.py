@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract.pods import Role
+from moejob_api.contract.pods import PodRole
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import JobNetwork
 
@@ -164,10 +164,10 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
 
 def test_engines_outlive_a_gang_whose_secret_is_there() -> None:
     world = running_with_engines()
-    engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(Role.ROLLOUT)}
+    engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)}
     world.end(0, 137)
     world.settle()
-    assert {pod["metadata"]["uid"] for pod in world.cluster.pods(Role.ROLLOUT)} == engines
+    assert {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)} == engines
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_engine_that_another_process_replaces_mixes_no_values() -> None:
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
     world.restart_operator()
-    world.delete_pod(0, Role.ROLLOUT)
+    world.delete_pod(0, PodRole.ROLLOUT)
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert set(created_since_secret(world)) == {"create Pod"}

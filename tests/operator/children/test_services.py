@@ -11,11 +11,11 @@ import pytest
 from builders import job
 from fake_cluster import Body
 from fake_world import World
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job import MAX_NAME
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.actions import Kind
-from moejob_operator.children.attempt import service_of
+from moejob_operator.children.attempt import service_name
 
 FORMER, PRESENT = "job", "job-moejob"
 ENGINES: dict[str, Any] = {
@@ -55,7 +55,7 @@ def services(world: World) -> list[str]:
     return sorted(name for kind, _, name in world.cluster.objects if kind is Kind.SERVICE)
 
 
-def subdomains(world: World, role: Role = Role.TRAINER) -> list[str]:
+def subdomains(world: World, role: PodRole = PodRole.TRAINER) -> list[str]:
     """The Services by which pods of a role are found, and the hosts that their environment names."""
     return sorted({name for pod in world.cluster.pods(role) for name in _names(pod)})
 
@@ -85,7 +85,7 @@ def test_a_job_takes_no_name_that_another_client_looks_up() -> None:
 def test_the_service_of_the_longest_name_is_a_dns_label() -> None:
     longest = "a" * MAX_NAME
     assert job(name=longest).metadata.name == longest
-    assert len(service_of(longest)) <= 63
+    assert len(service_name(longest)) <= 63
 
 
 def test_a_foreign_service_of_that_name_is_told_with_the_fix_and_no_pod_trusts_it() -> None:
@@ -179,7 +179,7 @@ def test_a_new_gang_stays_with_the_service_of_engines_that_outlive_the_old_one()
     world.end(0, 137)
     world.settle()
     assert (world.names(), subdomains(world)) == (["1-0", "1-1"], [FORMER])
-    [urls] = {_urls(pod) for pod in world.cluster.pods(Role.TRAINER)}
+    [urls] = {_urls(pod) for pod in world.cluster.pods(PodRole.TRAINER)}
     assert urls == f"http://job-rollout-0-00000.{FORMER}.team.svc:8000"
 
 

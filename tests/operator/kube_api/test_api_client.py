@@ -9,7 +9,13 @@ import pytest
 from kubernetes.aio import client
 
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists, configuration, resource_of
+from moejob_operator.kube_api.api_client import (
+    AlreadyExists,
+    ApiClient,
+    NotFound,
+    load_configuration,
+    requested_resource,
+)
 from stand_in_api import Answer, listed, refused, stand_in
 
 POD = "/api/v1/namespaces/default/pods/a"
@@ -18,8 +24,8 @@ POD = "/api/v1/namespaces/default/pods/a"
 @pytest.mark.parametrize(
     ("answer", "raised"),
     [
-        pytest.param(refused(404, "NotFound"), Absent, id="no such object"),
-        pytest.param(refused(409, "AlreadyExists"), Exists, id="there already"),
+        pytest.param(refused(404, "NotFound"), NotFound, id="no such object"),
+        pytest.param(refused(409, "AlreadyExists"), AlreadyExists, id="there already"),
         pytest.param(refused(409, "Conflict"), Conflict, id="changed since it was read"),
         pytest.param(refused(401, "Unauthorized"), Retryable, id="a token that has just run out"),
         pytest.param(refused(403, "Forbidden"), Forbidden, id="quota or RBAC"),
@@ -29,7 +35,7 @@ POD = "/api/v1/namespaces/default/pods/a"
         pytest.param(refused(429, "TooManyRequests"), Retryable, id="too many requests"),
         pytest.param(refused(500, "InternalError"), Retryable, id="a broken API server"),
         pytest.param((503, "upstream connect error"), Retryable, id="a proxy in front of it"),
-        pytest.param((404, "404 page not found"), Absent, id="no such API"),
+        pytest.param((404, "404 page not found"), NotFound, id="no such API"),
         pytest.param((200, "<html>"), Retryable, id="another server's answer"),
         pytest.param((200, []), Retryable, id="JSON that is no object"),
     ],
@@ -104,7 +110,7 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
             assert server.calls.count(f"GET {POD}") == 2
             server.answering.set()
             done, _ = await asyncio.wait(asked)
-            assert all(isinstance(task.exception(), Absent) for task in done)
+            assert all(isinstance(task.exception(), NotFound) for task in done)
             assert server.calls.count(f"GET {POD}") == 6
             await late.close()
 
@@ -131,7 +137,7 @@ def test_a_list_is_read_page_by_page_at_one_version_and_its_items_say_what_they_
                 listed({"metadata": {"name": "a"}}, version="7", more="token/1"),
                 listed({"metadata": {"name": "b"}}, version="9"),
             )
-            pages = [page async for page in api.pages("/api/v1/pods", {"labelSelector": "x=y"})]
+            pages = [page async for page in api.list_pages("/api/v1/pods", {"labelSelector": "x=y"})]
             assert [page.version for page in pages] == ["7", "7"]
             assert [
                 (item["kind"], item["apiVersion"], item["metadata"]["name"]) for page in pages for item in page.items
@@ -160,7 +166,7 @@ def test_a_list_is_read_page_by_page_at_one_version_and_its_items_say_what_they_
     ],
 )
 def test_metrics_name_resources_and_never_objects(path: str, resource: str) -> None:
-    assert resource_of(path) == resource
+    assert requested_resource(path) == resource
 
 
 def test_requests_say_who_asks_and_carry_the_token_of_the_kubeconfig(tmp_path: Path) -> None:
@@ -177,7 +183,7 @@ def test_requests_say_who_asks_and_carry_the_token_of_the_kubeconfig(tmp_path: P
                 users: [{{name: me, user: {{token: secret}}}}]
                 """
             )
-            found = await configuration(kubeconfig)
+            found = await load_configuration(kubeconfig)
             assert found.host == server.url
             assert (await found.get_api_key_with_prefix("BearerToken") or "").lower() == "bearer secret"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moejob_api.contract.pods import Label
-from moejob_operator.actions import Event, Kind, Ref, Severity
+from moejob_operator.actions import Event, Kind, ObjectReference, Severity
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
 from moejob_operator.kube_api.api_server import ApiServer
@@ -53,7 +53,7 @@ async def world(*gangs: GangApi, progress_seconds: float = 0.5) -> AsyncIterator
             pods=PodClient(progress_seconds),
             identity="replica-1",
             remaining_seconds=lambda: here.remaining,
-            status_written=lambda before, after: here.written.append((before, after)),
+            on_status_written=lambda before, after: here.written.append((before, after)),
         )
         here = World(server, cluster, cache)
         yield here
@@ -86,13 +86,13 @@ def list_kinds(server: StandIn, pods: tuple[int, Any]) -> None:
 
 def test_reads_come_from_the_cache_and_cost_no_request() -> None:
     async def story(here: World) -> None:
-        here.cache.seen(Kind.JOB, job())
-        here.cache.seen(Kind.POD, pod())
-        assert await here.cluster.job(KEY) == job()
-        assert [found["metadata"]["name"] for found in (await here.cluster.children(KEY, live=False)).pods] == [
+        here.cache.record_object(Kind.JOB, job())
+        here.cache.record_object(Kind.POD, pod())
+        assert await here.cluster.get_job(KEY) == job()
+        assert [found["metadata"]["name"] for found in (await here.cluster.list_children(KEY, live=False)).pods] == [
             "job-trainer-0-00000"
         ]
-        assert await here.cluster.job(JobKey("default", "none")) is None
+        assert await here.cluster.get_job(JobKey("default", "none")) is None
         assert here.server.asked == []
 
     played(story)
@@ -100,10 +100,10 @@ def test_reads_come_from_the_cache_and_cost_no_request() -> None:
 
 def test_a_live_list_shows_what_is_there_and_the_cache_believes_it() -> None:
     async def story(here: World) -> None:
-        here.cache.seen(Kind.POD, pod("ghost"))
+        here.cache.record_object(Kind.POD, pod("ghost"))
         list_kinds(here.server, listed(pod("real", 50), version="60"))
         for live in (True, False):
-            found = await here.cluster.children(KEY, live=live)
+            found = await here.cluster.list_children(KEY, live=live)
             assert [raw["metadata"]["name"] for raw in found.pods] == ["real"]
             assert found.pods[0]["kind"] == "Pod"
         assert {asked.query["labelSelector"] for asked in here.server.asked} == {
@@ -119,7 +119,7 @@ def test_pod_groups_are_listed_of_every_gang_scheduler_there_is() -> None:
         here.server.say(f"GET {GROUPS}", listed(stored("PodGroup", "job", labels=LABELS), kind="PodGroupList"))
         volcano = GROUPS.replace("scheduling.k8s.io/v1alpha2", "scheduling.volcano.sh/v1beta1")
         here.server.say(f"GET {volcano}", listed(kind="PodGroupList"))
-        found = await here.cluster.children(KEY, live=True)
+        found = await here.cluster.list_children(KEY, live=True)
         assert [raw["metadata"]["name"] for raw in found.pod_groups] == ["job"]
 
     played(story, GangApi.NATIVE, GangApi.VOLCANO)
@@ -152,11 +152,11 @@ def test_a_node_counts_as_lost_only_when_the_cluster_says_so(
         metadata = {} if until is None else {"deletionTimestamp": until}
         reason = "DeletionByTaintManager"
         conditions = [{"type": kind, "status": status, "reason": reason} for kind, status in said.items()]
-        here.cache.seen(
+        here.cache.record_object(
             Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata, status={"conditions": conditions})
         )
         here.server.say("GET /api/v1/nodes/node-1", node)
-        assert (await here.cluster.children(KEY, live=False)).lost_nodes == lost
+        assert (await here.cluster.list_children(KEY, live=False)).lost_nodes == lost
 
     played(story)
 
@@ -169,7 +169,7 @@ def test_what_was_created_is_known_before_the_watch_tells_of_it() -> None:
         here.server.say(f"POST {PODS}", (201, {"metadata": pod(version=7)["metadata"]}))
         await here.cluster.ensure(pod())
         assert here.server.asked[0].body == pod()
-        [seen] = (await here.cluster.children(KEY, live=False)).pods
+        [seen] = (await here.cluster.list_children(KEY, live=False)).pods
         assert seen["metadata"]["resourceVersion"] == "7"
         assert seen["kind"] == "Pod"
 
@@ -202,7 +202,7 @@ def test_whether_a_secret_is_there_is_asked_by_a_creation_that_changes_nothing(a
     async def story(here: World) -> None:
         here.server.say(f"POST {SECRETS}", answer)
         manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "job-1", "namespace": "default"}}
-        assert await here.cluster.lacks(manifest) is lacks
+        assert await here.cluster.is_missing(manifest) is lacks
         [asked] = here.server.asked
         assert (str(asked), asked.query["dryRun"]) == (f"POST {SECRETS}", "All")
         assert "stringData" not in asked.body
@@ -236,7 +236,7 @@ def test_one_that_is_there_counts_when_the_same_job_owns_it(there: Answer, raise
         here.server.say(f"GET {PODS}/job-trainer-0-00000", there)
         if raised is None:
             await here.cluster.ensure(pod())
-            [seen] = (await here.cluster.children(KEY, live=False)).pods
+            [seen] = (await here.cluster.list_children(KEY, live=False)).pods
             assert seen["status"] == {"phase": "Running"}
             return
         with pytest.raises(raised):
@@ -267,7 +267,7 @@ def test_a_refused_creation_says_whether_it_may_work_later(answer: Answer, raise
 
 # --- deleting -------------------------------------------------------------------------------------------------------
 
-REF = Ref(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
+REF = ObjectReference(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ REF = Ref(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
 )
 def test_a_deletion_names_the_uid(grace: int | None) -> None:
     async def story(here: World) -> None:
-        here.cache.seen(Kind.POD, pod(status={"phase": "Running"}, metadata={"deletionTimestamp": None}))
+        here.cache.record_object(Kind.POD, pod(status={"phase": "Running"}, metadata={"deletionTimestamp": None}))
         ending = {
             "kind": "PartialObjectMetadata",
             "metadata": pod(version=9, metadata={"deletionTimestamp": FUTURE})["metadata"],
@@ -290,7 +290,7 @@ def test_a_deletion_names_the_uid(grace: int | None) -> None:
         [asked] = here.server.asked
         assert asked.body["preconditions"] == {"uid": REF.uid}
         assert asked.body.get("gracePeriodSeconds") == grace
-        [left] = (await here.cluster.children(KEY, live=False)).pods
+        [left] = (await here.cluster.list_children(KEY, live=False)).pods
         assert left["metadata"]["deletionTimestamp"] == FUTURE
         assert left["status"] == {"phase": "Running"}
 
@@ -309,20 +309,20 @@ def test_deleting_what_is_not_there_is_fine(answer: Answer) -> None:
     async def story(here: World) -> None:
         here.server.say(f"DELETE {PODS}/{REF.name}", answer)
         await here.cluster.delete(REF, grace_seconds=None)
-        assert (await here.cluster.children(KEY, live=False)).pods == ()
+        assert (await here.cluster.list_children(KEY, live=False)).pods == ()
 
     played(story)
 
 
 def test_a_pod_that_somebody_else_took_away_at_the_same_moment_is_left_to_the_watch() -> None:
     async def story(here: World) -> None:
-        here.cache.seen(Kind.POD, pod(status={"phase": "Failed"}))
+        here.cache.record_object(Kind.POD, pod(status={"phase": "Failed"}))
         # The API server then answers with the object as it was about to be written: without a version.
         answer = pod(metadata={"deletionTimestamp": FUTURE})["metadata"]
         del answer["resourceVersion"]
         here.server.say(f"DELETE {PODS}/{REF.name}", (200, {"kind": "PartialObjectMetadata", "metadata": answer}))
         await here.cluster.delete(REF, grace_seconds=None)
-        [left] = (await here.cluster.children(KEY, live=False)).pods
+        [left] = (await here.cluster.list_children(KEY, live=False)).pods
         assert left["status"] == {"phase": "Failed"}
 
     played(story)
@@ -330,11 +330,13 @@ def test_a_pod_that_somebody_else_took_away_at_the_same_moment_is_left_to_the_wa
 
 def test_a_pod_group_is_deleted_where_it_is() -> None:
     async def story(here: World) -> None:
-        ref = Ref(Kind.POD_GROUP, "default", "job", "uid-job")
+        ref = ObjectReference(Kind.POD_GROUP, "default", "job", "uid-job")
         here.server.say(f"DELETE {GROUPS}/job", (200, {"kind": "Status"}))
         await here.cluster.delete(ref, grace_seconds=None)
         assert len(here.server.asked) == 2, "not known where: every gang scheduler is asked"
-        here.cache.seen(Kind.POD_GROUP, stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value})
+        here.cache.record_object(
+            Kind.POD_GROUP, stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value}
+        )
         await here.cluster.delete(ref, grace_seconds=None)
         assert here.server.calls[2:] == [f"DELETE {GROUPS}/job"]
 
@@ -347,7 +349,7 @@ def test_a_pod_group_is_deleted_where_it_is() -> None:
 def test_a_status_replaces_the_old_one_under_the_version_it_was_read_at() -> None:
     async def story(here: World) -> None:
         before = job(5, status={"phase": "Pending"}, spec={"method": "SFT"})
-        here.cache.seen(Kind.JOB, before)
+        here.cache.record_object(Kind.JOB, before)
         here.server.say(f"PUT {JOBS}/job/status", (200, {"metadata": job(6)["metadata"]}))
         await here.cluster.write_status(before, {"phase": "Running"})
         [asked] = here.server.asked
@@ -356,7 +358,7 @@ def test_a_status_replaces_the_old_one_under_the_version_it_was_read_at() -> Non
         }  # fmt: skip
         assert asked.body["status"] == {"phase": "Running"}
         assert here.written == [({"phase": "Pending"}, {"phase": "Running"})]
-        seen = await here.cluster.job(KEY)
+        seen = await here.cluster.get_job(KEY)
         assert seen is not None
         assert seen == job(6, status={"phase": "Running"}, spec={"method": "SFT"})
 
@@ -415,13 +417,13 @@ EVENTS = "/apis/events.k8s.io/v1/namespaces/default/events"
 def test_an_event_is_about_the_job() -> None:
     async def story(here: World) -> None:
         here.server.say(f"POST {EVENTS}", (201, {}))
-        await here.cluster.post(job(), Event(Severity.WARNING, "GangRestarted", "ü" * 1000))
+        await here.cluster.post_event(job(), Event(Severity.WARNING, "GangRestarted", "ü" * 1000))
         [asked] = here.server.asked
         assert asked.body["regarding"]["uid"] == "uid-job"
         assert (asked.body["type"], asked.body["reason"]) == ("Warning", "GangRestarted")
         assert len(asked.body["note"].encode()) <= 1024
         assert set(asked.body["note"]) == {"ü"}
-        await here.cluster.post(job(), Event(Severity.NORMAL, "GangRestarted", ""))
+        await here.cluster.post_event(job(), Event(Severity.NORMAL, "GangRestarted", ""))
         first, second = (asked.body["metadata"]["name"] for asked in here.server.asked)
         assert first != second
 
@@ -434,7 +436,7 @@ def test_events_are_listed_in_the_order_in_which_things_happened() -> None:
         started = datetime(2030, 1, 1, tzinfo=UTC)
         for seconds in (0.0, 0.000001, 9.9, 3600.0):
             cluster = replace(here.cluster, clock=lambda: started + timedelta(seconds=seconds))  # noqa: B023
-            await cluster.post(job(), Event(Severity.NORMAL, "Started", ""))
+            await cluster.post_event(job(), Event(Severity.NORMAL, "Started", ""))
         names = [asked.body["metadata"]["name"] for asked in here.server.asked]
         # The API server lists by name, and kubectl keeps that order.
         assert names == sorted(names)
@@ -446,6 +448,6 @@ def test_events_are_listed_in_the_order_in_which_things_happened() -> None:
 def test_an_event_that_is_lost_is_no_error(answer: Answer) -> None:
     async def story(here: World) -> None:
         here.server.say(f"POST {EVENTS}", answer)
-        await here.cluster.post(job(), Event(Severity.NORMAL, "Started", ""))
+        await here.cluster.post_event(job(), Event(Severity.NORMAL, "Started", ""))
 
     played(story)

@@ -14,7 +14,7 @@ from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.kube_api.cache import Cache
-from moejob_operator.kube_api.informers import WATCHED, Informer, receive, watches
+from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers, receive_event
 from moejob_operator.kube_api.live_lists import GangApis, LiveLists
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
@@ -53,9 +53,9 @@ def bookmark(version: int) -> tuple[str, dict[str, Any]]:
 def test_every_event_reaches_the_cache_and_asks_for_a_reconcile(story: list[Any], requests: int, pods: int) -> None:
     cache, requested = Cache(), list[JobKey]()
     for kind, raw in story:
-        receive(Kind.POD, {"type": kind, "object": raw}, cache, requested.append)
+        receive_event(Kind.POD, {"type": kind, "object": raw}, cache, requested.append)
     assert requested == [KEY] * requests
-    assert len(cache.children(KEY).pods) == pods
+    assert len(cache.find_children(KEY).pods) == pods
 
 
 # --- watches --------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Watched:
 
     @property
     def names(self) -> set[str]:
-        return {found["metadata"]["name"] for found in self.lists.cache.children(KEY).pods}
+        return {found["metadata"]["name"] for found in self.lists.cache.find_children(KEY).pods}
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = asyncio.get_running_loop().time() + 10
@@ -214,7 +214,7 @@ def test_of_an_operator_for_one_namespace_all_watches_are_of_that_namespace() ->
     async def story() -> None:
         async with stand_in() as (server, api):
             lists = LiveLists(api, Cache(), "default", GangApis(api))
-            tasks = [asyncio.ensure_future(watch.run()) for watch in watches(api, lists, lambda _: None)]
+            tasks = [asyncio.ensure_future(watch.run()) for watch in build_informers(api, lists, lambda _: None)]
             await asyncio.sleep(0.1)
             for task in tasks:
                 task.cancel()

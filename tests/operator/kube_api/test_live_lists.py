@@ -10,7 +10,7 @@ from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
-from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection_path
 from stand_in_api import StandIn, listed, refused, stand_in, stored
 
 JOBS = "/apis/moejob.dev/v1alpha1/moetrainingjobs"
@@ -28,11 +28,11 @@ def everything(
         for namespace in (None, "default"):
             api = "moejob.dev/v1alpha1" if kind is Kind.JOB else "v1"
             said = listed(*items, kind=f"{kind}List", api=api, version=version)
-            server.say(f"GET {collection(kind, namespace)}", said)
+            server.say(f"GET {collection_path(kind, namespace)}", said)
 
 
 def names(cache: Cache, key: JobKey = KEY) -> set[str]:
-    return {found["metadata"]["name"] for found in cache.children(key).pods}
+    return {found["metadata"]["name"] for found in cache.find_children(key).pods}
 
 
 def test_filling_takes_in_what_is_there_and_drops_what_is_not() -> None:
@@ -40,12 +40,12 @@ def test_filling_takes_in_what_is_there_and_drops_what_is_not() -> None:
         async with stand_in() as (server, api):
             everything(server, jobs=(stored("MoETrainingJob", "job", 3),), pods=(pod("a", 4), pod("b", 5, "other")))
             cache = Cache()
-            cache.seen(Kind.JOB, stored("MoETrainingJob", "deleted", 1))
-            cache.seen(Kind.POD, pod("vanished", 2))
+            cache.record_object(Kind.JOB, stored("MoETrainingJob", "deleted", 1))
+            cache.record_object(Kind.POD, pod("vanished", 2))
             lists = LiveLists(api, cache, None, GangApis(api))
             for kind in (Kind.JOB, *CHILD_KINDS):
-                await lists.fill(kind)
-            assert [job["metadata"]["name"] for job in cache.jobs()] == ["job"]
+                await lists.fill_cache(kind)
+            assert [job["metadata"]["name"] for job in cache.all_jobs()] == ["job"]
             assert names(cache) == {"a"}
             assert set(cache.all_keys()) == {KEY, OTHER}
             by_path = {asked.path: asked for asked in server.asked}
@@ -59,7 +59,7 @@ def test_an_operator_of_one_namespace_lists_that_one() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
             everything(server)
-            await LiveLists(api, Cache(), "default", GangApis(api)).fill(Kind.POD)
+            await LiveLists(api, Cache(), "default", GangApis(api)).fill_cache(Kind.POD)
             assert server.calls == ["GET /api/v1/namespaces/default/pods"]
 
     asyncio.run(story())
@@ -69,7 +69,7 @@ def test_a_gang_scheduler_that_was_just_uninstalled_has_no_pod_groups() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
             server.say(
-                f"GET {collection(Kind.POD_GROUP, None, GangApi.NATIVE)}",
+                f"GET {collection_path(Kind.POD_GROUP, None, GangApi.NATIVE)}",
                 listed(
                     stored("PodGroup", "job", 3, labels={Label.JOB.value: "job"}),
                     kind="PodGroupList",
@@ -77,11 +77,11 @@ def test_a_gang_scheduler_that_was_just_uninstalled_has_no_pod_groups() -> None:
                     version="100",
                 ),
             )
-            server.say(f"GET {collection(Kind.POD_GROUP, None, GangApi.VOLCANO)}", refused(404, "NotFound"))
+            server.say(f"GET {collection_path(Kind.POD_GROUP, None, GangApi.VOLCANO)}", refused(404, "NotFound"))
             cache = Cache()
             lists = LiveLists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
-            assert await lists.fill(Kind.POD_GROUP) == 100
-            assert len(cache.children(KEY).pod_groups) == 1
+            assert await lists.fill_cache(Kind.POD_GROUP) == 100
+            assert len(cache.find_children(KEY).pod_groups) == 1
 
     asyncio.run(story())
 
@@ -91,9 +91,9 @@ def test_what_is_in_another_namespace_is_not_missed_in_this_one() -> None:
         async with stand_in() as (server, api):
             everything(server)
             cache = Cache()
-            cache.seen(Kind.JOB, stored("MoETrainingJob", "vanished"))
-            cache.seen(Kind.JOB, stored("MoETrainingJob", "job", metadata={"namespace": "elsewhere"}))
-            await LiveLists(api, cache, "default", GangApis(api)).fill(Kind.JOB)
+            cache.record_object(Kind.JOB, stored("MoETrainingJob", "vanished"))
+            cache.record_object(Kind.JOB, stored("MoETrainingJob", "job", metadata={"namespace": "elsewhere"}))
+            await LiveLists(api, cache, "default", GangApis(api)).fill_cache(Kind.JOB)
             assert cache.all_keys() == [JobKey("elsewhere", "job")]
 
     asyncio.run(story())
@@ -103,7 +103,7 @@ def test_the_version_of_a_list_is_where_a_watch_begins() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
             everything(server, version="1234")
-            assert await LiveLists(api, Cache(), None, GangApis(api)).fill(Kind.POD) == 1234
+            assert await LiveLists(api, Cache(), None, GangApis(api)).fill_cache(Kind.POD) == 1234
 
     asyncio.run(story())
 
@@ -115,13 +115,15 @@ def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
         async with stand_in() as (server, api):
             for gang, version in ((GangApi.NATIVE, "10"), (GangApi.VOLCANO, "30")):
                 server.say(
-                    f"GET {collection(Kind.POD_GROUP, None, gang)}", listed(kind="PodGroupList", version=version)
+                    f"GET {collection_path(Kind.POD_GROUP, None, gang)}", listed(kind="PodGroupList", version=version)
                 )
             cache = Cache()
-            cache.seen(Kind.POD_GROUP, stored("PodGroup", "created between", 20, labels={Label.JOB.value: "job"}))
+            cache.record_object(
+                Kind.POD_GROUP, stored("PodGroup", "created between", 20, labels={Label.JOB.value: "job"})
+            )
             lists = LiveLists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
-            assert await lists.fill(Kind.POD_GROUP) == 10
-            assert len(cache.children(KEY).pod_groups) == 1
+            assert await lists.fill_cache(Kind.POD_GROUP) == 10
+            assert len(cache.find_children(KEY).pod_groups) == 1
 
     asyncio.run(story())
 
@@ -129,7 +131,7 @@ def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
 def test_without_gang_schedulers_there_is_nothing_to_list() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
-            await LiveLists(api, Cache(), None, GangApis(api)).fill(Kind.POD_GROUP)
+            await LiveLists(api, Cache(), None, GangApis(api)).fill_cache(Kind.POD_GROUP)
             assert server.asked == []
 
     asyncio.run(story())
@@ -155,7 +157,7 @@ def test_gang_schedulers_are_those_whose_api_is_served() -> None:
             found = GangApis(api)
             server.say("GET /apis", groups("apps/v1", "scheduling.k8s.io/v1"))
             await found.refresh()
-            assert found.served == frozenset()
+            assert found.served_apis == frozenset()
             assert server.calls == ["GET /apis"]
 
             server.say(
@@ -165,11 +167,11 @@ def test_gang_schedulers_are_those_whose_api_is_served() -> None:
             server.say(NATIVE, (200, {"resources": [{"name": "podgroups"}, {"name": "podgroups/status"}]}))
             server.say("GET /apis/scheduling.volcano.sh/v1beta1", refused(404, "NotFound"))
             await found.refresh()
-            assert found.served == {GangApi.NATIVE, GangApi.KUEUE}
-            assert [*found.with_objects] == [GangApi.NATIVE]
+            assert found.served_apis == {GangApi.NATIVE, GangApi.KUEUE}
+            assert [*found.apis_with_objects] == [GangApi.NATIVE]
 
             server.say(NATIVE, (200, {"resources": [{"name": "workloads"}]}))
             await found.refresh()
-            assert [*found.with_objects] == []
+            assert [*found.apis_with_objects] == []
 
     asyncio.run(story())

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from moejob_api.contract.pods import PodProgress
-from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, PodClient, parsed
+from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, MutePod, PodClient, parse_progress
 
 PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})
 READY = PodProgress(attempt=2, index=0, ready=True)
@@ -39,8 +39,8 @@ async def pod(serve: Serve) -> AsyncIterator[PodClient]:
 async def asked(serve: Serve) -> PodProgress | None:
     async with pod(serve) as client:
         try:
-            return await client.progress("127.0.0.1")
-        except Mute:
+            return await client.get_progress("127.0.0.1")
+        except MutePod:
             return None
 
 
@@ -97,8 +97,8 @@ def test_a_flood_of_interim_answers_or_headers_neither_stops_the_loop_nor_fills_
     async def story() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         async with pod(forever(piece)) as client:
-            with pytest.raises(Mute):
-                await client.progress("127.0.0.1")
+            with pytest.raises(MutePod):
+                await client.get_progress("127.0.0.1")
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown_kib < 20 * 1024
 
@@ -117,7 +117,7 @@ def test_an_http_server_of_today_is_understood() -> None:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        assert await PodClient(5.0, runner.addresses[0][1]).progress("127.0.0.1") == READY
+        assert await PodClient(5.0, runner.addresses[0][1]).get_progress("127.0.0.1") == READY
         await runner.cleanup()
 
     asyncio.run(story())
@@ -128,8 +128,8 @@ def test_a_pod_where_nothing_listens_is_mute() -> None:
         async with pod(says()) as client:
             pass
         for address in ("127.0.0.1", "::1"):
-            with pytest.raises(Mute):
-                await client.progress(address)
+            with pytest.raises(MutePod):
+                await client.get_progress(address)
 
     asyncio.run(story())
 
@@ -139,12 +139,12 @@ def test_a_pod_where_nothing_listens_is_mute() -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1" + "0" * 400, str(2**53 + 1), str(-(2**63))])
 def test_a_huge_integer_is_no_progress(number: str) -> None:
-    with pytest.raises(Mute):
-        parsed(PROGRESS.replace("2", number).encode())
+    with pytest.raises(MutePod):
+        parse_progress(PROGRESS.replace("2", number).encode())
 
 
 def test_text_of_a_pod_cannot_write_on_a_terminal() -> None:
     fault = {"outcome": "RankFailed", "message": "\x1b[2Jall is well\x07\u202egpj.exe \nsecond line"}
-    found = parsed(json.dumps({"attempt": 1, "index": 0, "fault": fault}).encode())
+    found = parse_progress(json.dumps({"attempt": 1, "index": 0, "fault": fault}).encode())
     assert found.fault is not None
     assert found.fault.message == " [2Jall is well  gpj.exe  second line"

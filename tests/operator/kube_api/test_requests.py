@@ -15,8 +15,8 @@ from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.live_lists import JOBS, GangApis, LiveLists
 from moejob_operator.kube_api.pod_client import PodClient
-from moejob_operator.planning.observed_state import Setting
-from moejob_operator.reconcile import Reconciler, reconcile
+from moejob_operator.planning.observed_state import OperatorSetting
+from moejob_operator.reconcile import Reconciler, reconcile_job
 from moejob_operator.validation import Validator
 from stand_in_api import StandIn, listed, stand_in, stored
 
@@ -38,13 +38,13 @@ def cluster(server: StandIn, lists: LiveLists, cache: Cache) -> ApiServer:
         pods=PodClient(0.5),
         identity="replica-1",
         remaining_seconds=lambda: 10.0,
-        status_written=lambda *_: None,
+        on_status_written=lambda *_: None,
     )
 
 
 def list_all(server: StandIn, cache: Cache) -> None:
     """Live lists show what the cache holds."""
-    there, version = cache.children(KEY), str(server.versions)
+    there, version = cache.find_children(KEY), str(server.versions)
     for name, items in (("pods", there.pods), ("services", there.services), ("persistentvolumeclaims", there.claims)):
         server.say(f"GET {CORE}/{name}", listed(*items, version=version))
 
@@ -54,16 +54,20 @@ def test_a_job_of_two_pods_asks_for_its_secret_and_policy_once_however_often_a_p
         async with stand_in() as (server, api):
             cache = Cache()
             here = cluster(server, LiveLists(api, cache, None, GangApis(api)), cache)
-            cache.seen(Kind.JOB, stored("MoETrainingJob", "job", spec=merged(SFT, SMALL)) | {"apiVersion": JOBS})
-            setting = Setting(IMAGES, network=JobNetwork("moejob-system"))
+            cache.record_object(
+                Kind.JOB, stored("MoETrainingJob", "job", spec=merged(SFT, SMALL)) | {"apiVersion": JOBS}
+            )
+            setting = OperatorSetting(IMAGES, network=JobNetwork("moejob-system"))
             reconciler = Reconciler(Validator(), setting, lambda: datetime.now(UTC))
-            await reconcile(KEY, here, reconciler)
+            await reconcile_job(KEY, here, reconciler)
             for _ in range(2):
-                cache.gone(Kind.POD, max(cache.children(KEY).pods, key=lambda pod: pod["metadata"]["name"]))
+                cache.record_deletion(
+                    Kind.POD, max(cache.find_children(KEY).pods, key=lambda pod: pod["metadata"]["name"])
+                )
                 list_all(server, cache)
                 # One charges it, another creates the next.
-                await reconcile(KEY, here, reconciler)
-                await reconcile(KEY, here, reconciler)
+                await reconcile_job(KEY, here, reconciler)
+                await reconcile_job(KEY, here, reconciler)
             return Counter(server.calls)
 
     asked = asyncio.run(story())

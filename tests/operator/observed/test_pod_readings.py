@@ -7,7 +7,7 @@ from typing import Any
 from fake_world import World
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Children
-from moejob_operator.observed import Observed, PodPhase, PodReadings, Specs, observed
+from moejob_operator.observed import Observation, PodPhase, PodReadings, SpecCache, read_observation
 
 
 def bodies() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -18,8 +18,8 @@ def bodies() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return world.cluster.objects[Kind.JOB, "team", "job"], list(world.cluster.pods())
 
 
-def seen(job: dict[str, Any], pods: list[dict[str, Any]], readings: PodReadings) -> Observed:
-    return observed(job, Children(tuple(pods), (), (), ()), Specs(), readings)
+def seen(job: dict[str, Any], pods: list[dict[str, Any]], readings: PodReadings) -> Observation:
+    return read_observation(job, Children(tuple(pods), (), (), ()), SpecCache(), readings)
 
 
 def test_a_body_that_is_the_same_is_read_once() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fake_world import World
-from moejob_api.contract.pods import LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import ConditionType, HubCommit, Phase, RepositoryKind
 from moejob_operator.planning.guard_clauses import POLL_SECONDS
-from moejob_operator.status.conditions import condition
+from moejob_operator.status.conditions import written_condition
 
 
 def running() -> World:
@@ -61,8 +61,8 @@ def test_pods_of_a_new_gang_are_asked_at_once() -> None:
 def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> None:
     world = running()
     done = RunProgress(step=60, total_steps=60, loss=0.5, last_checkpoint_step=60)
-    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
-    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=done))
+    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=done))
     world.settle()
     assert world.status.phase is Phase.SUCCEEDED
     assert world.status.progress is not None
@@ -73,8 +73,8 @@ def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> 
 def ended(run: RunProgress) -> World:
     """A job whose pods have ended, with the last word of the first."""
     world = running()
-    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
-    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=run))
+    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=run))
     world.settle()
     return world
 
@@ -103,8 +103,8 @@ def test_a_last_word_without_room_for_commits_takes_none_away() -> None:
     world.say(step=5, hub_commits=COMMITS)
     world.wait(POLL_SECONDS)
     world.settle()
-    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
-    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=RunProgress(step=60, total_steps=60)))
+    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=RunProgress(step=60, total_steps=60)))
     world.settle()
     seen = world.status.progress
     assert seen is not None
@@ -146,7 +146,7 @@ def test_a_best_step_that_is_none_is_passed_over(number: float) -> None:
 )
 def test_a_run_that_stopped_early_has_succeeded_and_says_so(measures: dict[str, float], reason: str, says: str) -> None:
     world = ended(RunProgress(step=40, total_steps=40, measures=measures))
-    found = condition(world.status, ConditionType.SUCCEEDED)
+    found = written_condition(world.status, ConditionType.SUCCEEDED)
     assert world.status.phase is Phase.SUCCEEDED
     assert found is not None
     assert found.reason == reason

@@ -103,6 +103,6 @@ def test_the_operator_runs_on_this_loop(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(program, "read_settings", lambda _: Mock())
     monkeypatch.setattr(program, "logs", Mock())
-    monkeypatch.setattr(program, "process", Mock(run=seen))
+    monkeypatch.setattr(program, "process", Mock(run_operator=seen))
     assert program.main() == 3
     assert isinstance(loops[0], EventLoop)

@@ -19,8 +19,8 @@ HOST = "127.0.0.1"
 
 def played(story: Callable[[int], Awaitable[None]], limits: ListenerLimits = health.LIMITS) -> None:
     async def play() -> None:
-        answers = health.answers(Metrics(), dict, lambda: {"certificate": "there is none yet"})
-        async with health.served(answers, 0, HOST, limits) as port:
+        answers = health.health_handler(Metrics(), dict, lambda: {"certificate": "there is none yet"})
+        async with health.serve_health(answers, 0, HOST, limits) as port:
             await story(port)
 
     asyncio.run(play())

@@ -16,9 +16,9 @@ from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.live_lists import GangApis, LiveLists
-from moejob_operator.runtime.job_watch import DEAD_SECONDS, JobWatch, receive
+from moejob_operator.runtime.job_watch import DEAD_SECONDS, JobWatch, receive_job_event
 from moejob_operator.runtime.kopf_session import KopfSession
-from moejob_operator.runtime.kopf_settings import configure
+from moejob_operator.runtime.kopf_settings import configure_kopf
 from stand_in_api import Answer, StandIn, api_groups, api_resources, listed, refused, stand_in, stored
 
 API = f"{GROUP}/{VERSION}"
@@ -51,15 +51,15 @@ class Watched:
     ) -> None:
         self.server, self.lists, self.watch, self.requests = server, lists, watch, requests
         registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
-        configure(settings, settings.execution.executor, _no_server)
+        configure_kopf(settings, settings.execution.executor, _no_server)
 
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> kopf.AiohttpSession:
-            return session.credentials()
+            return session.build_credentials()
 
         @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
         async def seen(event: kopf.RawEvent, **_: Any) -> None:
-            receive(event, lists.cache, self.requests.append)
+            receive_job_event(event, lists.cache, self.requests.append)
 
         self.kopf = asyncio.ensure_future(
             kopf.operator(
@@ -141,9 +141,9 @@ def played(story: Callable[[Watched], Any], **answers: Any) -> None:
 def test_every_event_reaches_the_cache_and_asks_for_a_look(story: list[Any], requests: int, known: int) -> None:
     cache, requested = Cache(), list[JobKey]()
     for kind, raw in story:
-        receive(kopf.RawEvent(type=kind, object=raw), cache, requested.append)
+        receive_job_event(kopf.RawEvent(type=kind, object=raw), cache, requested.append)
     assert requested == [JobKey("default", "a")] * requests
-    assert len(cache.jobs()) == known
+    assert len(cache.all_jobs()) == known
 
 
 # --- the watch ------------------------------------------------------------------------------------------------------
@@ -201,11 +201,11 @@ def test_after_an_expired_watch_what_vanished_unseen_is_gone_and_looked_at(expir
 def test_an_event_that_waited_in_kopf_brings_no_job_back_that_a_list_has_shown_to_be_gone() -> None:
     cache = Cache()
     lists = LiveLists(None, cache, None, GangApis(None))  # type: ignore[arg-type]
-    cache.seen(Kind.JOB, job(5))
-    lists.replace(Kind.JOB, [job(15, "b")], 20)
-    receive(kopf.RawEvent(type="MODIFIED", object=job(12)), cache, lambda _: None)  # type: ignore[typeddict-item]
+    cache.record_object(Kind.JOB, job(5))
+    lists.replace_cached(Kind.JOB, [job(15, "b")], 20)
+    receive_job_event(kopf.RawEvent(type="MODIFIED", object=job(12)), cache, lambda _: None)  # type: ignore[typeddict-item]
     assert {key.name for key in cache.all_keys()} == {"b"}
-    receive(kopf.RawEvent(type="ADDED", object=job(21, uid="another")), cache, lambda _: None)  # type: ignore[typeddict-item]
+    receive_job_event(kopf.RawEvent(type="ADDED", object=job(21, uid="another")), cache, lambda _: None)  # type: ignore[typeddict-item]
     assert {key.name for key in cache.all_keys()} == {"a", "b"}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
-from moejob_operator.kube_api.api_client import Absent
+from moejob_operator.kube_api.api_client import NotFound
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.work_queue import RateLimiter, WorkOutcome, WorkQueue
@@ -23,11 +23,11 @@ KEYS = [JobKey("default", f"job-{number}") for number in range(20)]
 class NoMetrics:
     """Forgets every number."""
 
-    def queued(self, depth: int) -> None: ...
+    def set_queue_depth(self, depth: int) -> None: ...
 
-    def started(self, waited_seconds: float) -> None: ...
+    def observe_wait(self, waited_seconds: float) -> None: ...
 
-    def ended(self, seconds: float, outcome: WorkOutcome) -> None: ...
+    def observe_work(self, seconds: float, outcome: WorkOutcome) -> None: ...
 
 
 @dataclass
@@ -48,10 +48,10 @@ class FakeLists:
             self.failures -= 1
             raise self.failure
 
-    async def fill(self, kind: Kind) -> int:
+    async def fill_cache(self, kind: Kind) -> int:
         self.filled.append(kind)
         for key in KEYS:
-            self.cache.seen(Kind.JOB, stored("MoETrainingJob", key.name))
+            self.cache.record_object(Kind.JOB, stored("MoETrainingJob", key.name))
         return 1
 
 
@@ -136,7 +136,7 @@ def test_every_job_is_looked_at_now_and_then_and_never_all_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [Retryable("no answer"), Forbidden("no right"), Absent("404 page not found")], ids=repr
+    "failure", [Retryable("no answer"), Forbidden("no right"), NotFound("404 page not found")], ids=repr
 )
 def test_a_list_that_fails_later_ends_nothing(failure: Exception) -> None:
     async def play() -> None:

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from moejob_operator.cluster import Conflict, Retryable
 from moejob_operator.runtime.leader_election import (
-    Acquire,
+    AcquireLease,
     ApiLeaseStore,
     Election,
     Lease,
     LeaseDurations,
     LeaseObservation,
     Move,
-    Renew,
-    Wait,
-    body,
-    move,
-    observed_lease,
+    RenewLease,
+    WaitForLease,
+    lease_spec,
+    next_move,
+    observe_lease,
 )
 from stand_in_api import Answer, StandIn, refused, stand_in
 from virtual_time import run_virtually
@@ -46,18 +46,24 @@ def lease(holder: str = "other", seconds: int = 13, version: str = "1", transiti
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        pytest.param(LeaseObservation(None, 100), Acquire(None), id="there is no lease"),
-        pytest.param(LeaseObservation(lease(""), 100), Acquire(lease("")), id="it was released"),
-        pytest.param(LeaseObservation(lease("me"), 0), Renew(lease("me")), id="it is ours, however old"),
-        pytest.param(LeaseObservation(lease(), 100), Wait(113), id="another's, just renewed"),
-        pytest.param(LeaseObservation(lease(), 87.1), Wait(100.1), id="another's, almost over"),
-        pytest.param(LeaseObservation(lease(), 87), Acquire(lease()), id="another's, not renewed for its whole time"),
-        pytest.param(LeaseObservation(lease(seconds=60), 50), Wait(110), id="another's, which was promised more"),
-        pytest.param(LeaseObservation(lease(seconds=1), 90), Wait(103), id="another's, which says less than we grant"),
+        pytest.param(LeaseObservation(None, 100), AcquireLease(None), id="there is no lease"),
+        pytest.param(LeaseObservation(lease(""), 100), AcquireLease(lease("")), id="it was released"),
+        pytest.param(LeaseObservation(lease("me"), 0), RenewLease(lease("me")), id="it is ours, however old"),
+        pytest.param(LeaseObservation(lease(), 100), WaitForLease(113), id="another's, just renewed"),
+        pytest.param(LeaseObservation(lease(), 87.1), WaitForLease(100.1), id="another's, almost over"),
+        pytest.param(
+            LeaseObservation(lease(), 87), AcquireLease(lease()), id="another's, not renewed for its whole time"
+        ),
+        pytest.param(
+            LeaseObservation(lease(seconds=60), 50), WaitForLease(110), id="another's, which was promised more"
+        ),
+        pytest.param(
+            LeaseObservation(lease(seconds=1), 90), WaitForLease(103), id="another's, which says less than we grant"
+        ),
     ],
 )
 def test_a_candidate_decides_by_what_it_saw_and_when(seen: LeaseObservation, expected: Move) -> None:
-    assert move(seen, "me", TERMS, now=100) == expected
+    assert next_move(seen, "me", TERMS, now=100) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_a_candidate_decides_by_what_it_saw_and_when(seen: LeaseObservation, exp
     ],
 )
 def test_only_a_change_of_the_lease_is_a_sign_of_life(now_read: Lease | None, since: float) -> None:
-    assert observed_lease(LeaseObservation(lease(), 10), now_read, now=20) == LeaseObservation(now_read, since)
+    assert observe_lease(LeaseObservation(lease(), 10), now_read, now=20) == LeaseObservation(now_read, since)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_only_a_change_of_the_lease_is_a_sign_of_life(now_read: Lease | None, si
     ],
 )
 def test_the_lease_says_who_leads_since_when(over: Lease | None, transitions: int, acquires: bool) -> None:
-    spec = body(TERMS, "me", over, NOW)
+    spec = lease_spec(TERMS, "me", over, NOW)
     assert spec["holderIdentity"] == "me"
     assert spec["renewTime"] == "2026-11-21T08:30:00.000000Z"
     assert spec["leaseTransitions"] == transitions
@@ -92,7 +98,7 @@ def test_the_lease_says_who_leads_since_when(over: Lease | None, transitions: in
 
 @pytest.mark.parametrize("spec", [{}, None, {"holderIdentity": None, "leaseDurationSeconds": None}])
 def test_a_lease_that_says_nothing_is_nobodys(spec: Mapping[str, Any] | None) -> None:
-    assert Lease.of({"metadata": {"resourceVersion": "7"}, "spec": spec}) == Lease("", 0, 0, "7")
+    assert Lease.from_body({"metadata": {"resourceVersion": "7"}, "spec": spec}) == Lease("", 0, 0, "7")
 
 
 # --- electing -------------------------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ class Replica:
         self.etcd.cut_off.add(self.name)
         self.task.cancel()
         await asyncio.wait({self.task})
-        self.election._until = float("-inf")  # noqa: SLF001
+        self.election._leads_until = float("-inf")  # noqa: SLF001
 
 
 def now() -> float:
@@ -394,7 +400,7 @@ def test_a_lease_that_is_not_there_is_created_and_then_ours() -> None:
         async with api_store() as (server, store):
             server.say(f"POST {LEASES}", answered(1))
             assert await store.read() is None
-            created = Lease.of(await store.create(body(TERMS, "me", None, NOW)))
+            created = Lease.from_body(await store.create(lease_spec(TERMS, "me", None, NOW)))
             assert created == Lease("me", 13, 0, "1")
             assert server.asked[-1].body["metadata"] == {"name": "moejob-operator", "namespace": "moejob-system"}
 
@@ -406,8 +412,8 @@ def test_a_lease_is_written_only_as_it_was_read_and_keeps_what_others_say_in_it(
         async with api_store() as (server, store):
             server.say(f"GET {LEASES}/moejob-operator", answered(4, holderIdentity="other"))
             server.say(f"PATCH {LEASES}/moejob-operator", answered(5, holderIdentity="me"))
-            found = Lease.of(await store.read() or {})
-            assert Lease.of(await store.write({"holderIdentity": "me"}, found.version)).holder == "me"
+            found = Lease.from_body(await store.read() or {})
+            assert Lease.from_body(await store.write({"holderIdentity": "me"}, found.version)).holder == "me"
             assert server.asked[-1].body == {"metadata": {"resourceVersion": "4"}, "spec": {"holderIdentity": "me"}}
             assert server.asked[-1].headers["Content-Type"] == "application/merge-patch+json"
 

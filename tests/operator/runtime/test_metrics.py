@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from moejob_operator.runtime.health import answers, served
+from moejob_operator.runtime.health import health_handler, serve_health
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.work_queue import WorkOutcome
 from stand_in_api import stored
@@ -28,7 +28,7 @@ def test_jobs_are_counted_by_phase_and_gpus_only_where_they_are_wanted() -> None
     metrics = Metrics()
     jobs = [job("a", "Running", 8), job("b", "Running", 16), job("c", "Succeeded", 64), job("d", None)]
     jobs.append(job("e", "Running", 4, accelerator="CPU"))
-    metrics.count(lambda: jobs)
+    metrics.count_jobs(lambda: jobs)
     assert value(metrics, "moejob_jobs", namespace="default", phase="Running") == 3
     assert value(metrics, "moejob_jobs", namespace="default", phase="Pending") == 1
     assert value(metrics, "moejob_gpus", namespace="default", phase="Running") == 24
@@ -78,21 +78,21 @@ def test_what_grew_in_a_status_is_counted(
     before: dict[str, Any], after: dict[str, Any], counted: dict[str, tuple[dict[str, str], float | None]]
 ) -> None:
     metrics = Metrics()
-    metrics.status_written(before, after)
+    metrics.count_status_change(before, after)
     for name, (labels, expected) in counted.items():
         assert value(metrics, name, **labels) == expected
 
 
 def test_the_queue_the_requests_and_the_reviews_are_measured() -> None:
     metrics = Metrics()
-    metrics.queued(3)
-    metrics.started(0.2)
-    metrics.ended(0.01, WorkOutcome.DONE)
-    metrics.ended(0.01, WorkOutcome.RETRIED)
-    metrics.requested("list", "pods", "200", 0.1)
-    metrics.reviewed("denied", 0.1)
-    metrics.leads(True)
-    metrics.certificate_ends(1.8e9)
+    metrics.set_queue_depth(3)
+    metrics.observe_wait(0.2)
+    metrics.observe_work(0.01, WorkOutcome.DONE)
+    metrics.observe_work(0.01, WorkOutcome.RETRIED)
+    metrics.count_request("list", "pods", "200", 0.1)
+    metrics.count_review("denied", 0.1)
+    metrics.set_leading(True)
+    metrics.set_certificate_end(1.8e9)
     assert value(metrics, "moejob_queue_depth") == 3
     assert value(metrics, "moejob_queue_retries_total") == 1
     assert value(metrics, "moejob_reconcile_seconds_count", outcome="done") == 1
@@ -108,7 +108,7 @@ def test_alive_is_who_has_no_trouble_and_ready_who_lacks_nothing() -> None:
 
     async def story() -> None:
         async with (
-            served(answers(Metrics(), lambda: troubles, lambda: lacks), 0, "127.0.0.1") as port,
+            serve_health(health_handler(Metrics(), lambda: troubles, lambda: lacks), 0, "127.0.0.1") as port,
             aiohttp.ClientSession() as session,
         ):
 

@@ -62,7 +62,7 @@ def ran(folder: Path, story: Callable[[StandIn], Awaitable[None]], **changes: An
     async def run() -> int:
         async with stand_in() as (server, _):
             serve_everything(server)
-            running = asyncio.ensure_future(process.run(settings_for(server, folder, **changes)))
+            running = asyncio.ensure_future(process.run_operator(settings_for(server, folder, **changes)))
             await story(server)
             return await asyncio.wait_for(running, 60)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moejob_operator.runtime.leader_election import LeaseDurations
-from moejob_operator.runtime.settings import read_settings, unique
+from moejob_operator.runtime.settings import read_settings, unique_identity
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_word_everything_is_set() -> None:
     found = read_settings([])
     assert found.namespaces == ()
-    assert found.terms == LeaseDurations()
+    assert found.lease_durations == LeaseDurations()
     assert found.webhook_certificates == "SelfSigned"
 
 
@@ -78,5 +78,5 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_two_processes_have_one_identity() -> None:
-    assert unique("pod-1") != unique("pod-1")
-    assert unique("pod-1").startswith("pod-1_")
+    assert unique_identity("pod-1") != unique_identity("pod-1")
+    assert unique_identity("pod-1").startswith("pod-1_")

@@ -25,13 +25,13 @@ class Metrics:
     waits: list[float] = field(default_factory=list)
     endings: list[tuple[float, WorkOutcome]] = field(default_factory=list)
 
-    def queued(self, depth: int) -> None:
+    def set_queue_depth(self, depth: int) -> None:
         self.depths.append(depth)
 
-    def started(self, waited_seconds: float) -> None:
+    def observe_wait(self, waited_seconds: float) -> None:
         self.waits.append(waited_seconds)
 
-    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
+    def observe_work(self, seconds: float, outcome: WorkOutcome) -> None:
         self.endings.append((seconds, outcome))
 
 
@@ -200,7 +200,7 @@ def test_two_looks_at_one_key_lie_apart_and_others_do_not_wait_for_that() -> Non
     ],
 )
 def test_delays_double_up_to_a_cap_and_are_spread(failures: int, chance: float, seconds: float) -> None:
-    assert Backoff().seconds(failures, chance) == pytest.approx(seconds)
+    assert Backoff().delay_seconds(failures, chance) == pytest.approx(seconds)
 
 
 def test_a_failed_key_is_tried_again_ever_later_until_it_works_and_then_starts_afresh() -> None:
@@ -433,9 +433,9 @@ def test_an_agenda_hands_out_what_is_due_longest_and_never_one_key_twice(steps: 
             agenda.add(key, clock + seconds)
             ledger.add(key, clock + seconds)
         elif step == "take":
-            assert agenda.take(clock) == ledger.take(clock)
+            assert agenda.take_due(clock) == ledger.take(clock)
         elif key in ledger.in_hand:
-            agenda.done(key, clock)
+            agenda.finish_key(key, clock)
             ledger.done(key)
         assert len(agenda) == len(ledger.due)
         assert agenda.next_at() == min((at for at, _ in ledger.due.values()), default=None)
@@ -446,8 +446,8 @@ def test_an_agenda_does_not_grow_with_times_that_no_longer_count() -> None:
     for second in range(10_000):
         agenda.add("a", second + 1_000_000)
         agenda.add("a", second)
-        assert agenda.take(second) == ("a", second)
-        agenda.done("a", second)
+        assert agenda.take_due(second) == ("a", second)
+        agenda.finish_key("a", second)
     assert len(agenda._heap) < 200  # noqa: SLF001
 
 
@@ -455,6 +455,6 @@ def test_an_agenda_forgets_when_it_last_handed_out_a_key() -> None:
     agenda: Schedule[str] = Schedule(spacing_seconds=10)
     for second in range(1000):
         agenda.add(f"job-{second}", second)
-        agenda.take(second)
-        agenda.done(f"job-{second}", second)
-    assert len(agenda._started) <= 10  # noqa: SLF001
+        agenda.take_due(second)
+        agenda.finish_key(f"job-{second}", second)
+    assert len(agenda._started_at) <= 10  # noqa: SLF001

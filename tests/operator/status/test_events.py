@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from fake_world import World
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Status
-from moejob_operator.status.events import events
+from moejob_operator.status.events import transition_events
 
 TIME = datetime(2030, 1, 1, tzinfo=UTC).isoformat()
 
@@ -31,6 +31,6 @@ def test_a_job_that_is_right_from_the_start_gets_one_event_when_it_runs() -> Non
 
 def test_a_job_that_is_accepted_later_than_it_was_refused_gets_an_event() -> None:
     refused, right = accepted(ConditionStatus.FALSE), accepted(ConditionStatus.TRUE)
-    assert [event.reason for event in events(Status(), refused)] == ["NotAccepted"]
-    assert [event.reason for event in events(refused, right)] == ["Accepted"]
-    assert events(right, right) == ()
+    assert [event.reason for event in transition_events(Status(), refused)] == ["NotAccepted"]
+    assert [event.reason for event in transition_events(refused, right)] == ["Accepted"]
+    assert transition_events(right, right) == ()

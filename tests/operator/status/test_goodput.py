@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract.pods import LastWord, Outcome, RankFault, Role, RunProgress
+from moejob_api.contract.pods import PodOutcome, PodRole, RankFault, RunProgress, TerminationMessage
 from moejob_api.job.status import Goodput, Phase
 from scenarios import GRPO, assert_all_time_is_told
 
@@ -87,7 +87,7 @@ def test_from_then_on_all_time_is_productive_to_the_end() -> None:
     world = stepping()
     world.wait(20)
     word = RunProgress(step=100, total_steps=100, last_checkpoint_step=100, stepping_seconds=101)
-    world.end_all(0, LastWord(outcome=Outcome.COMPLETED, run=word))
+    world.end_all(0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=word))
     reconcile_often(world)
     assert world.status.phase is Phase.SUCCEEDED
     assert (told(world).starting_seconds, told(world).productive_seconds, told(world).lost_seconds) == (75, 120, 0)
@@ -111,7 +111,7 @@ def test_what_a_failure_costs_is_lost_until_the_next_step_with_the_steps_that_ar
 def test_a_hang_is_lost_from_the_last_news_on() -> None:
     world = stepping()
     world.wait(1800)
-    world.say(100, stepping_seconds=100, restarts=1, fault=RankFault(outcome=Outcome.HUNG, message="no step"))
+    world.say(100, stepping_seconds=100, restarts=1, fault=RankFault(outcome=PodOutcome.HUNG, message="no step"))
     reconcile_often(world)
     assert world.status.restarts.since_checkpoint == 1
     assert (told(world).productive_seconds, told(world).lost_seconds) == (100, 1800)
@@ -153,7 +153,7 @@ def test_engines_that_wait_for_a_gang_hold_their_gpus_meanwhile() -> None:
     world = stepping(**GRPO)
     world.end_all(1)
     reconcile_often(world)
-    assert world.names(Role.ROLLOUT) == ["0-0", "0-1"]
+    assert world.names(PodRole.ROLLOUT) == ["0-0", "0-1"]
     started_again(world, after=600)
     assert told(world).lost_gpu_hours == pytest.approx(600 * 2 / HOUR, abs=0.001)
 

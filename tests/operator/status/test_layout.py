@@ -6,8 +6,8 @@ import json
 
 from fake_world import World
 from moejob_api.job.job import Spec
-from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.planner.plan import plan
+from moejob_api.models.sources import UnseenModel, model_shape
+from moejob_api.planner.plan import plan_job
 
 
 def test_the_memory_of_a_gpu_is_what_the_planner_says() -> None:
@@ -16,8 +16,8 @@ def test_the_memory_of_a_gpu_is_what_the_planner_says() -> None:
     world.settle()
     spec = Spec.model_validate_json(json.dumps(world.job["spec"]))
     seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
-    assert not isinstance(seen, Unseen)
-    need = plan(spec, seen).memory
+    assert not isinstance(seen, UnseenModel)
+    need = plan_job(spec, seen).memory
     assert need is not None
     assert world.status.layout is not None
     assert world.status.layout.memory_per_gpu_bytes == need.bytes

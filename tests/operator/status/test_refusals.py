@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fake_world import World
-from moejob_api.contract.pods import ExitCode, LastWord, Outcome
+from moejob_api.contract.pods import ExitCode, PodOutcome, TerminationMessage
 from moejob_api.job.status import ConditionType, Phase
 
 SENTENCE = "spec.parallelism.tensor: 3 does not divide 8 heads; change tensor to 2"
@@ -16,7 +16,9 @@ def test_the_sentence_about_the_job_comes_before_the_pod_that_said_it() -> None:
     world.run()
     world.settle()
     code = ExitCode.BAD_CONFIGURATION.value
-    world.end(1, code, LastWord(outcome=Outcome.BAD_CONFIGURATION, message=SENTENCE, rank=5, exit_code=code))
+    world.end(
+        1, code, TerminationMessage(outcome=PodOutcome.BAD_CONFIGURATION, message=SENTENCE, rank=5, exit_code=code)
+    )
     world.settle()
     assert world.status.phase is Phase.FAILED
     assert world.message(ConditionType.FAILED).startswith(SENTENCE)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from gpu.grpo_cases import CASES, case_job
 from moejob_api.job import Spec
 from moejob_api.models.families import shape_of
-from moejob_api.planner.plan import plan
+from moejob_api.planner.plan import plan_job
 from real_models import DENSE, MIXTRAL, QWEN3_MOE
 
 # Of SmolLM2-135M, whose heads no engine of two GPUs can divide.
@@ -55,7 +55,7 @@ def test_jobs_for_gpus_are_accepted(name: str, gpu_type: str, tmp_path: Path) ->
     spec = Spec.model_validate_json(json.dumps(job["spec"]))
     assert spec.grpo is not None
     assert spec.grpo.temperature == TEMPERATURE == 0.9
-    assert plan(spec, shape_of(config), with_suggestions=False).problems == ()
+    assert plan_job(spec, shape_of(config), with_suggestions=False).problems == ()
     # A row names its GPUs, by which it is skipped.
     assert name.startswith(f"{case.gpus} GPU")
 

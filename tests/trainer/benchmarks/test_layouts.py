@@ -8,7 +8,7 @@ from benchmarks.trainer.gpu_step import job, parsed_cases, parser
 from benchmarks.trainer.layouts import ALIKE, LAYOUTS, LayoutSeconds, compared
 
 from moejob_api.derived import global_batch_size
-from moejob_api.layout.sizes import gpus as gpus_of
+from moejob_api.layout.sizes import count_gpus as gpus_of
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.rules import layout_problems
@@ -44,5 +44,5 @@ def test_every_layout_has_its_gpus_and_the_same_batch_and_is_accepted(gpus: int,
     chosen = parsed_cases([f"{ALIKE[gpus]} {options}"], parser().parse_args([]))[0]
     spec = job(chosen, torch.device("cuda"))
     assert (gpus_of(spec.parallelism), global_batch_size(spec)) == (gpus, 8 * gpus)
-    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
+    config = dict(catalog.find_config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
     assert not list(layout_problems(spec, shape_of(config, chosen.model)))

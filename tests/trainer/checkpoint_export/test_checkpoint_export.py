@@ -28,16 +28,16 @@ from model_configs import config as small_config
 from moejob_api.contract.pod_environment import spec_text
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.checkpoint_export.__main__ import in_words, main
-from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
-from moejob_trainer.checkpoint_export.run_export import BoundedMemory, Wanted, export_run
+from moejob_trainer.checkpoint_export.__main__ import describe_failure, main
+from moejob_trainer.checkpoint_export.run import Best, StoredRun, read_stored_run
+from moejob_trainer.checkpoint_export.run_export import BoundedMemory, ExportOptions, export_run
 from moejob_trainer.checkpoint_export.tensors import CheckpointTensors
-from moejob_trainer.checkpoints.commit import commit
-from moejob_trainer.checkpoints.manifest import Facts, entries, manifest
-from moejob_trainer.checkpoints.verification import Found, latest
-from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.checkpoints.commit import commit_checkpoint
+from moejob_trainer.checkpoints.manifest import CheckpointFacts, build_manifest, sync_and_hash_files
+from moejob_trainer.checkpoints.verification import GoodCheckpoint, find_latest_checkpoint
+from moejob_trainer.conversion.families import TensorTable, build_tensor_table
 from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, verify
-from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.stored_shards import SHARDS, STATE_FORMAT
@@ -76,7 +76,7 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_newest_checkpoint_is_the_model_that_the_run_exported(volume: Path, tmp_path: Path) -> None:
-    said = export_run(stored_run(volume / "whole"), Wanted(tmp_path / "out"))
+    said = export_run(read_stored_run(volume / "whole"), ExportOptions(tmp_path / "out"))
     assert "step 2" in said
     assert differing(tensors(tmp_path / "out"), tensors(volume / "whole/export")) == set()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
@@ -96,7 +96,7 @@ def test_the_command_exports_an_earlier_step_too(volume: Path, tmp_path: Path) -
 
 
 def test_adapters_are_exported_as_the_run_does(volume: Path, tmp_path: Path) -> None:
-    said = export_run(stored_run(volume / "adapted"), Wanted(tmp_path / "out"))
+    said = export_run(read_stored_run(volume / "adapted"), ExportOptions(tmp_path / "out"))
     assert "--merge-adapters writes the whole model" in said
     assert differing(tensors(tmp_path / "out"), tensors(volume / "adapted/export")) == set()
     config = "adapter_config.json"
@@ -104,7 +104,7 @@ def test_adapters_are_exported_as_the_run_does(volume: Path, tmp_path: Path) -> 
 
 
 def test_merged_adapters_are_added_to_the_published_weights(volume: Path, tmp_path: Path) -> None:
-    export_run(stored_run(volume / "adapted"), Wanted(tmp_path / "out", merge_adapters=True))
+    export_run(read_stored_run(volume / "adapted"), ExportOptions(tmp_path / "out", merge_adapters=True))
     expected, adapters = tensors(volume / "published"), tensors(volume / "adapted/export")
     scale = LORA["alpha"] / LORA["rank"]
     matrices = [of_a[1] for name in adapters if (of_a := _LORA_A.fullmatch(name))]
@@ -135,17 +135,17 @@ def test_what_cannot_be_exported_is_said_with_its_fix(
     run: str, step: int | Best | None, wanted: dict[str, Any], said: str, volume: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(BadConfiguration, match=said):
-        export_run(stored_run(volume / run, step), Wanted(tmp_path / "out", **wanted))
+        export_run(read_stored_run(volume / run, step), ExportOptions(tmp_path / "out", **wanted))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_that_lacks_a_part_leaves_nothing_behind(volume: Path, tmp_path: Path) -> None:
-    run = stored_run(volume / "whole", 1)
+    run = read_stored_run(volume / "whole", 1)
     # As if the rank that held half of the experts had written nothing.
     half = shutil.copytree(run.checkpoint.path, tmp_path / "half" / run.checkpoint.path.name)
     (half / "state-00001.safetensors").unlink()
     with pytest.raises(BadConfiguration, match=r"holds \d+ of the \d+ numbers"):
-        export_run(replace(run, checkpoint=replace(run.checkpoint, path=half)), Wanted(tmp_path / "out"))
+        export_run(replace(run, checkpoint=replace(run.checkpoint, path=half)), ExportOptions(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["half"]
 
 
@@ -183,12 +183,12 @@ def test_a_folder_that_cannot_be_written_is_named(
     ],
 )
 def test_a_failure_of_the_machine_says_which_folder_it_is_about(failure: OSError, said: str) -> None:
-    assert said in in_words(failure, Path("/runs/a"), Path("/runs/b"))
+    assert said in describe_failure(failure, Path("/runs/a"), Path("/runs/b"))
 
 
 def test_a_folder_that_is_there_is_never_written_to(volume: Path, tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match="exists; name another folder"):
-        export_run(stored_run(volume / "whole"), Wanted(tmp_path))
+        export_run(read_stored_run(volume / "whole"), ExportOptions(tmp_path))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_model_of_many_shards_is_exported_in_the_memory_of_few(tmp_path: Path)
         # Of the process as a whole, mapped files among them; from now on.
         Path("/proc/self/clear_refs").write_text("5")
         before = _memory_bytes("VmRSS")
-        said = export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
+        said = export_run(run, ExportOptions(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
         grown = _memory_bytes("VmHWM") - before
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert sum(path.stat().st_size for path in shards) > 10 * SHARD_BYTES, said
@@ -227,20 +227,24 @@ def large_run(folder: Path) -> StoredRun:
     """A checkpoint of a model of 200 MB, of which every tensor has its own number for all elements."""
     config = small_config(Family.QWEN3_MOE) | {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 16}
     template, path = folder / "template", folder / "checkpoints" / "step-1.1.0"
-    tiny.tokenizer().save_pretrained(template)
+    tiny.build_tokenizer().save_pretrained(template)
     (template / "config.json").write_text(json.dumps(config))
-    declared = table(shape_of(config))
+    declared = build_tensor_table(shape_of(config))
     path.mkdir(parents=True)
     _write_state(path, declared)
     (path / "run-state.json").write_text(json.dumps({"adapted": {"lora": None, "beside": "x", "holdsWeights": True}}))
-    facts = Facts(step=1, attempt=1, restart=0, job_uid="u", state_format=STATE_FORMAT, layout={}, versions={}, data={})
-    commit(path, manifest(entries(path, [one.name for one in path.iterdir()]), facts), lambda: True)
+    facts = CheckpointFacts(
+        step=1, attempt=1, restart=0, job_uid="u", state_format=STATE_FORMAT, layout={}, versions={}, data={}
+    )
+    commit_checkpoint(
+        path, build_manifest(sync_and_hash_files(path, [one.name for one in path.iterdir()]), facts), lambda: True
+    )
     (folder / "spec.json").write_text(spec_text(spec(**merged(TINY, {"model": {"source": str(template)}}))))
-    assert isinstance(latest(path.parent).found, Found)
-    return stored_run(folder)
+    assert isinstance(find_latest_checkpoint(path.parent).checkpoint, GoodCheckpoint)
+    return read_stored_run(folder)
 
 
-def _write_state(path: Path, declared: Table) -> None:
+def _write_state(path: Path, declared: TensorTable) -> None:
     shards = [
         {"kind": "weight", "name": one.name, "shape": one.shape, "start": [0] * len(one.shape), "size": one.shape}
         for one in declared.parameters
@@ -259,7 +263,7 @@ def test_threads_hold_no_more_memory_together_than_the_bound_and_one_alone_what_
     memory, lock, held, most = BoundedMemory(10), threading.Lock(), list[int](), list[tuple[int, int]]()
 
     def work(needed: int) -> None:
-        with memory.of(needed):
+        with memory.reserve_bytes(needed):
             with lock:
                 held.append(needed)
                 most.append((sum(held), len(held)))
@@ -279,7 +283,7 @@ def test_an_export_of_which_one_tensor_cannot_be_read_fails_and_leaves_nothing(
 ) -> None:
     run, read = large_run(tmp_path), CheckpointTensors.tensor
 
-    def tensor(of: CheckpointTensors, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def tensor(of: CheckpointTensors, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
         if piece.tensor == "model.norm.weight":
             raise OSError("the disk is gone")
         return read(of, piece, dtype)
@@ -287,7 +291,7 @@ def test_an_export_of_which_one_tensor_cannot_be_read_fails_and_leaves_nothing(
     monkeypatch.setattr(CheckpointTensors, "tensor", tensor)
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(OSError, match="the disk is gone"):
-        export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
+        export_run(run, ExportOptions(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
@@ -308,5 +312,5 @@ def test_an_export_of_which_a_file_is_read_back_damaged_fails_and_leaves_nothing
     monkeypatch.setattr("moejob_trainer.checkpoint_export.run_export.verify", damaged)
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(CorruptExport, match="was read back with other bytes"):
-        export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
+        export_run(run, ExportOptions(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
     assert {path.name for path in tmp_path.iterdir()} == before

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from moejob_trainer.checkpoints import CheckpointStore, SingleRank
-from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.runtime.disk import Disk
 from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
 
@@ -16,7 +16,7 @@ BLOCKS = 40
 class Heavy(Writer):
     """A writer whose files take long enough to be killed in."""
 
-    def begin(self, folder: Path) -> Writing:
+    def start_writing(self, folder: Path) -> Writing:
         files = heavy_state(folder.name)
         for name, content in files.items():
             self.disk.write(folder / name, content)
@@ -25,7 +25,7 @@ class Heavy(Writer):
 
 def heavy_state(folder: str) -> dict[str, bytes]:
     """Return what to write into a folder of this name."""
-    assert step_folder(folder) is not None
+    assert parse_step_folder(folder) is not None
     return {f"__0_{part}.distcp": f"{folder}/{part} ".encode() * 10_000 for part in range(BLOCKS)}
 
 

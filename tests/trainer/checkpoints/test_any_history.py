@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moejob_trainer.checkpoints import CheckpointStore, FenceToken, StepFolder, latest
-from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.checkpoints import CheckpointStore, FenceToken, StepFolder, find_latest_checkpoint
+from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from trainer.checkpoints.worlds import (
     Crash,
@@ -58,7 +58,7 @@ class History(RuleBasedStateMachine):
     # --- what can be seen without the code under test ---
 
     def marked(self, name: str = "complete.json") -> set[StepFolder]:
-        found = {step_folder(path.parent.name) for path in self.checkpoints.glob(f"step-*/{name}")}
+        found = {parse_step_folder(path.parent.name) for path in self.checkpoints.glob(f"step-*/{name}")}
         return {folder for folder in found if folder is not None}
 
     def good(self) -> set[StepFolder]:
@@ -131,8 +131,8 @@ class History(RuleBasedStateMachine):
         self.note(self.living)
 
     def note(self, run: CheckpointStore) -> None:
-        if run.last is not None and run is self.living:
-            self.promised.add(run.last.folder)
+        if run.last_saved is not None and run is self.living:
+            self.promised.add(run.last_saved.folder)
         # After a crash a marker may have got its name though no rank knows.
         self.committed |= self.marked() | self.promised
 
@@ -149,17 +149,17 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_older_process_wakes_up(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.sleeping))
-        marked, lies = self.marked(), self.newer_files(run.place.token)
+        marked, lies = self.marked(), self.newer_files(run.run_folder.token)
         # It may have nothing to finish; it never gets as far as to begin.
         with suppress(Superseded):
             assert run.wait() is None
         with pytest.raises(Superseded):
             run.save(moment(self.step + 100))
         assert self.marked() == marked
-        assert self.newer_files(run.place.token) == lies
+        assert self.newer_files(run.run_folder.token) == lies
 
     def newer_files(self, token: FenceToken) -> dict[str, bytes]:
-        folders = [(step_folder(path.name), path) for path in self.checkpoints.glob("step-*")]
+        folders = [(parse_step_folder(path.name), path) for path in self.checkpoints.glob("step-*")]
         newer = [path for folder, path in folders if folder is not None and folder.token > token]
         return {f"{path.name}/{name}": content for path in newer for name, content in files_below(path).items()}
 
@@ -167,7 +167,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_newest_complete_checkpoint_is_found(self) -> None:
-        found = latest(self.checkpoints).found
+        found = find_latest_checkpoint(self.checkpoints).checkpoint
         assert (None if found is None else found.folder) == max(self.good(), default=None)
 
     @invariant()

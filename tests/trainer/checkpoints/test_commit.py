@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.checkpoints.commit import commit, delete, reject
-from moejob_trainer.checkpoints.manifest import FileEntry, Manifest, entries, manifest, written_names
-from moejob_trainer.checkpoints.verification import Search, VerificationDepth, latest
+from moejob_trainer.checkpoints.commit import commit_checkpoint, delete_checkpoint, reject_checkpoint
+from moejob_trainer.checkpoints.manifest import (
+    CheckpointManifest,
+    FileEntry,
+    build_manifest,
+    list_state_files,
+    sync_and_hash_files,
+)
+from moejob_trainer.checkpoints.verification import CheckpointSearch, VerificationDepth, find_latest_checkpoint
 from moejob_trainer.errors import Superseded, TransientFailure
 from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_below, saved
 
@@ -18,14 +24,14 @@ from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_
 OPERATIONS = 40
 
 
-def written(folder: Path, disk: FragileDisk, step: int = 20) -> Manifest:
+def written(folder: Path, disk: FragileDisk, step: int = 20) -> CheckpointManifest:
     folder.mkdir(parents=True)
-    Writer(disk).begin(folder)
-    return manifest(entries(folder, written_names(folder), disk), facts(step))
+    Writer(disk).start_writing(folder)
+    return build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), facts(step))
 
 
 def found_step(run: Path) -> int | None:
-    found = latest(run / "checkpoints").found
+    found = find_latest_checkpoint(run / "checkpoints").checkpoint
     return None if found is None else found.folder.step
 
 
@@ -39,7 +45,7 @@ def test_a_commit_cut_short_anywhere_leaves_all_or_nothing(tmp_path: Path, seed:
         whole = written(run / "checkpoints/step-20.0.0", disk)
         disk.crash_at = disk.operations + crash_at
         try:
-            commit(run / "checkpoints/step-20.0.0", whole, lambda: True, disk)
+            commit_checkpoint(run / "checkpoints/step-20.0.0", whole, lambda: True, disk)
         except Crash:
             outcomes.append(found_step(run))
             continue
@@ -58,12 +64,12 @@ def test_a_deletion_cut_short_anywhere_never_leaves_half_a_checkpoint(tmp_path: 
         _, newest = saved(run, 10, 20)
         disk = FragileDisk(crash_at=crash_at, power=None if seed is None else random.Random(seed * 1000 + crash_at))
         try:
-            delete(newest, disk)
+            delete_checkpoint(newest, disk)
         except Crash:
-            search = latest(run / "checkpoints", VerificationDepth.SIZES)
-            assert search.found is not None
+            search = find_latest_checkpoint(run / "checkpoints", VerificationDepth.SIZES)
+            assert search.checkpoint is not None
             # A marker without its files would be taken for a damaged checkpoint and alarm the reader of the log.
-            assert search.refused == ()
+            assert search.refusals == ()
             continue
         assert not newest.exists()
         assert crash_at > 8
@@ -77,9 +83,9 @@ def test_a_committed_checkpoint_survives_a_loss_of_power(tmp_path: Path) -> None
         folder = tmp_path / f"{seed}/checkpoints/step-20.0.0"
         folder.parent.mkdir(parents=True)
         disk.make_folder(folder)
-        Writer(disk).begin(folder)
-        whole = manifest(entries(folder, written_names(folder), disk), facts(20))
-        commit(folder, whole, lambda: True, disk)
+        Writer(disk).start_writing(folder)
+        whole = build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), facts(20))
+        commit_checkpoint(folder, whole, lambda: True, disk)
         disk.crash_at = disk.operations
         with pytest.raises(Crash):
             disk.make_folder(tmp_path / "anything")
@@ -97,7 +103,7 @@ def test_a_process_of_an_older_attempt_that_wakes_up_commits_nothing(tmp_path: P
     folder = tmp_path / "checkpoints/step-20.0.0"
     whole = written(folder, FragileDisk())
     with pytest.raises(Superseded, match=r"this process \(attempt 0, restart 0\) no longer commits step-20.0.0"):
-        commit(folder, whole, ours_for(looks), FragileDisk())
+        commit_checkpoint(folder, whole, ours_for(looks), FragileDisk())
     assert not (folder / "complete.json").exists()
     assert found_step(tmp_path) == 10
 
@@ -107,17 +113,17 @@ def test_a_file_that_rank_0_sees_otherwise_than_its_writer_is_not_vouched_for(tm
     files = written(folder, FragileDisk()).files
     doubted = [FileEntry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
     with pytest.raises(TransientFailure, match="use storage that is consistent across nodes"):
-        commit(folder, manifest(doubted, facts(20)), lambda: True)
-    assert latest(tmp_path / "checkpoints") == Search(None)
+        commit_checkpoint(folder, build_manifest(doubted, facts(20)), lambda: True)
+    assert find_latest_checkpoint(tmp_path / "checkpoints") == CheckpointSearch(None)
 
 
 def test_a_rejected_checkpoint_keeps_its_files_and_is_trusted_no_more(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     before = set(files_below(newest))
-    reject(newest)
+    reject_checkpoint(newest)
     assert set(files_below(newest)) == before - {"complete.json"} | {"rejected.json"}
     assert found_step(tmp_path) == 10
-    assert latest(tmp_path / "checkpoints").refused[0].reason.startswith("was found damaged before")
+    assert find_latest_checkpoint(tmp_path / "checkpoints").refusals[0].reason.startswith("was found damaged before")
 
 
 def test_deleting_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
@@ -125,6 +131,6 @@ def test_deleting_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_bytes(b"kept")
     (newest / "link").symlink_to(tmp_path / "precious")
-    delete(newest)
+    delete_checkpoint(newest)
     assert not newest.exists()
     assert (tmp_path / "precious/file").read_bytes() == b"kept"

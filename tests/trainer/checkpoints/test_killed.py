@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.checkpoints import latest
-from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.checkpoints import find_latest_checkpoint
+from moejob_trainer.checkpoints.names import parse_step_folder
 from trainer.checkpoints import saver
 from trainer.checkpoints.worlds import files_below
 
@@ -57,7 +57,7 @@ def test_a_run_killed_at_random_moments_of_saving_always_goes_on_from_its_newest
         # Every second one saves at least once, so that the run moves however slow the machine is.
         output = runs.output_until_killed(attempt, saves=(attempt + 1) % 2, share=moments.uniform(0, 1))
         assert output[0] == f"resumed {newest}"
-        checkpoint = latest(folder / "checkpoints").found
+        checkpoint = find_latest_checkpoint(folder / "checkpoints").checkpoint
         promised = output[-1].removeprefix("saved ") if len(output) > 1 else newest
         newest = "None" if checkpoint is None else checkpoint.folder.name
         assert promised == "None" or _order(newest) >= _order(promised)
@@ -71,6 +71,6 @@ def test_a_run_killed_at_random_moments_of_saving_always_goes_on_from_its_newest
 
 
 def _order(name: str) -> tuple[int, int]:
-    folder = step_folder(name)
+    folder = parse_step_folder(name)
     assert folder is not None
     return folder.step, folder.token.attempt

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
-from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts
-from moejob_trainer.checkpoints.names import StepFolder, step_folder
+from moejob_trainer.checkpoints.manifest import CheckpointFacts, EvaluationFacts
+from moejob_trainer.checkpoints.names import StepFolder, parse_step_folder
 from moejob_trainer.checkpoints.policy import (
     LastSave,
-    best,
+    best_folders,
+    folders_to_delete,
     is_interval_over,
     room_complaint,
     start_complaint,
-    to_delete,
 )
-from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
+from moejob_trainer.checkpoints.verification import FolderState, ListedFolder
 from moejob_trainer.runtime.fencing import FenceToken
 from trainer.checkpoints.worlds import facts
 
@@ -55,13 +55,13 @@ OWN = FenceToken(2, 1)
 SIGNS = {"": FolderState.COMPLETE, "?": FolderState.PARTIAL, "!": FolderState.REJECTED}
 
 
-def folders(text: str) -> list[SeenFolder]:
+def folders(text: str) -> list[ListedFolder]:
     """Step folders as 10.0.0, those never completed with a ?, damaged ones with a !."""
-    return [SeenFolder(_folder(word.rstrip("?!")), SIGNS[word[len(word.rstrip("?!")) :]]) for word in text.split()]
+    return [ListedFolder(_folder(word.rstrip("?!")), SIGNS[word[len(word.rstrip("?!")) :]]) for word in text.split()]
 
 
 def _folder(numbers: str) -> StepFolder:
-    folder = step_folder(f"step-{numbers}")
+    folder = parse_step_folder(f"step-{numbers}")
     assert folder is not None
     return folder
 
@@ -91,14 +91,16 @@ def _folder(numbers: str) -> StepFolder:
     ],
 )
 def test_what_is_deleted(there: str, keep: int, deleted: str) -> None:
-    assert to_delete(folders(there), keep, OWN) == [one.folder for one in folders(deleted)]
+    assert folders_to_delete(folders(there), keep, OWN) == [one.folder for one in folders(deleted)]
 
 
 def test_what_resume_from_names_is_spared() -> None:
-    assert to_delete(folders("10.0.0 20.0.0 30.0.0"), 1, OWN, frozenset({_folder("10.0.0")})) == [_folder("20.0.0")]
+    assert folders_to_delete(folders("10.0.0 20.0.0 30.0.0"), 1, OWN, frozenset({_folder("10.0.0")})) == [
+        _folder("20.0.0")
+    ]
 
 
-def judged(text: str) -> list[Facts]:
+def judged(text: str) -> list[CheckpointFacts]:
     """Facts of step folders with the values of their evaluations: 10.0.0=2.5; one without a value has none."""
     made = []
     for name, _, value in (word.partition("=") for word in text.split()):
@@ -121,7 +123,7 @@ def judged(text: str) -> list[Facts]:
     ],
 )
 def test_the_best_checkpoints(there: str, count: int, expected: str) -> None:
-    assert best(judged(there), "evalLoss", count) == [_folder(name) for name in expected.split()]
+    assert best_folders(judged(there), "evalLoss", count) == [_folder(name) for name in expected.split()]
 
 
 def test_a_reward_is_better_when_it_is_higher_and_other_measures_do_not_count() -> None:
@@ -129,28 +131,28 @@ def test_a_reward_is_better_when_it_is_higher_and_other_measures_do_not_count() 
         one.model_copy(update={"evaluation": EvaluationFacts(measure="evalMean@4", value=value)})
         for one, value in zip(judged("10.0.0 20.0.0"), (0.25, 0.5), strict=True)
     ]
-    found = best([*rewards, *judged("30.0.0=9")], "evalMean@4", 2)
+    found = best_folders([*rewards, *judged("30.0.0=9")], "evalMean@4", 2)
     assert found == [_folder("20.0.0"), _folder("10.0.0")]
 
 
 CLAIMS = st.builds(FenceToken, st.integers(0, 3), st.integers(0, 2))
 SEEN = st.lists(
-    st.builds(SeenFolder, st.builds(StepFolder, st.integers(0, 9), CLAIMS), st.sampled_from(FolderState)),
+    st.builds(ListedFolder, st.builds(StepFolder, st.integers(0, 9), CLAIMS), st.sampled_from(FolderState)),
     unique_by=lambda one: one.folder,
 )
 
 
 @given(SEEN, st.integers(1, 4), CLAIMS)
 def test_the_newest_stay_and_nothing_newer_than_ourselves_goes(
-    there: list[SeenFolder], keep: int, own: FenceToken
+    there: list[ListedFolder], keep: int, own: FenceToken
 ) -> None:
-    gone = set(to_delete(there, keep, own))
+    gone = set(folders_to_delete(there, keep, own))
     complete = sorted((one.folder for one in there if one.state is FolderState.COMPLETE), reverse=True)
     assert gone.isdisjoint(complete[:keep])
     assert all(folder.token <= own for folder in gone)
     assert gone.isdisjoint(one.folder for one in there if one.state is FolderState.PARTIAL and one.folder.token == own)
     left = [one for one in there if one.folder not in gone]
-    assert to_delete(left, keep, own) == []
+    assert folders_to_delete(left, keep, own) == []
 
 
 def test_a_checkpoint_that_fits_is_not_complained_about() -> None:

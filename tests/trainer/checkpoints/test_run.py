@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.checkpoints import RunOwner, SingleRank, own_run_folder
-from moejob_trainer.checkpoints.run import other_run, resumed
+from moejob_trainer.checkpoints import RunOwner, SingleRank, acquire_run_folder
+from moejob_trainer.checkpoints.run import find_resume_checkpoint, resume_folder
 from moejob_trainer.errors import BadConfiguration
 from trainer.checkpoints.worlds import FragileDisk, ThreadCoordinators, flip, moment, place, policy, saved, store
 
@@ -18,31 +18,31 @@ OTHER = RunOwner(job="sft", uid="uid-2")
 
 
 def test_a_new_folder_becomes_the_first_jobs(tmp_path: Path) -> None:
-    own_run_folder(tmp_path / "sft", OURS)
-    own_run_folder(tmp_path / "sft", OURS)
+    acquire_run_folder(tmp_path / "sft", OURS)
+    acquire_run_folder(tmp_path / "sft", OURS)
     assert [path.name for path in (tmp_path / "sft").iterdir()] == ["run.json"]
 
 
 def test_another_job_is_refused_with_the_fix(tmp_path: Path) -> None:
-    own_run_folder(tmp_path / "sft", OURS)
+    acquire_run_folder(tmp_path / "sft", OURS)
     with pytest.raises(
         BadConfiguration, match=r"belongs to job sft \(uid uid-1\), not to job sft \(uid uid-2\).*resumeF"
     ):
-        own_run_folder(tmp_path / "sft", OTHER)
+        acquire_run_folder(tmp_path / "sft", OTHER)
 
 
 class Hasty(FragileDisk):
     """Another job takes the folder between our look and our claim."""
 
     def link(self, source: Path, target: Path) -> None:
-        own_run_folder(target.parent, OTHER)
+        acquire_run_folder(target.parent, OTHER)
         super().link(source, target)
 
 
 def test_of_two_jobs_that_start_together_one_gets_the_folder(tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match="belongs to job sft"):
-        own_run_folder(tmp_path / "sft", OURS, Hasty())
-    own_run_folder(tmp_path / "sft", OTHER)
+        acquire_run_folder(tmp_path / "sft", OURS, Hasty())
+    acquire_run_folder(tmp_path / "sft", OTHER)
 
 
 class WithoutLinks(FragileDisk):
@@ -53,15 +53,15 @@ class WithoutLinks(FragileDisk):
 
 
 def test_a_volume_without_hard_links_is_taken_as_well(tmp_path: Path) -> None:
-    own_run_folder(tmp_path / "sft", OURS, WithoutLinks())
+    acquire_run_folder(tmp_path / "sft", OURS, WithoutLinks())
     with pytest.raises(BadConfiguration):
-        own_run_folder(tmp_path / "sft", OTHER)
+        acquire_run_folder(tmp_path / "sft", OTHER)
 
 
 def test_a_folder_that_does_not_say_whose_it_is_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(BadConfiguration, match="does not say whose run this is"):
-        own_run_folder(tmp_path, OURS)
+        acquire_run_folder(tmp_path, OURS)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_a_folder_that_does_not_say_whose_it_is_is_left_alone(tmp_path: Path) ->
     ],
 )
 def test_resume_from_names_a_folder(resume_from: str, named: str) -> None:
-    assert other_run(resume_from, Path("/moejob/grpo")) == Path(named)
+    assert resume_folder(resume_from, Path("/moejob/grpo")) == Path(named)
 
 
 @pytest.mark.parametrize("resume_from", ["grpo", "/moejob/grpo", "grpo/checkpoints"])
 def test_a_job_does_not_resume_from_itself(resume_from: str) -> None:
     with pytest.raises(BadConfiguration, match="is this job itself"):
-        other_run(resume_from, Path("/moejob/grpo"))
+        resume_folder(resume_from, Path("/moejob/grpo"))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_job_does_not_resume_from_itself(resume_from: str) -> None:
 )
 def test_a_run_its_checkpoints_or_one_of_them_can_be_resumed_from(tmp_path: Path, named: str, step: int) -> None:
     saved(tmp_path, 10, 20)
-    assert resumed("sft", tmp_path / named, SingleRank()).folder.step == step
+    assert find_resume_checkpoint("sft", tmp_path / named, SingleRank()).folder.step == step
 
 
 def test_a_damaged_one_is_fallen_back_from_and_left_as_it_is(tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_nothing_good_to_resume_from_is_said_in_words(tmp_path: Path, resume_fro
     (newest,) = saved(tmp_path / "sft", 20)
     flip(newest / "__0_0.distcp")
     with pytest.raises(BadConfiguration, match=f"checkpoint.resumeFrom {resume_from} names .*{reason}"):
-        resumed(resume_from, other_run(resume_from, tmp_path / "grpo"), SingleRank())
+        find_resume_checkpoint(resume_from, resume_folder(resume_from, tmp_path / "grpo"), SingleRank())
 
 
 def test_every_rank_resumes_from_the_same(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
-    found = ThreadCoordinators(2).together(lambda rank: resumed("sft", tmp_path, rank))
-    assert found == [resumed("sft", tmp_path, SingleRank())] * 2
+    found = ThreadCoordinators(2).together(lambda rank: find_resume_checkpoint("sft", tmp_path, rank))
+    assert found == [find_resume_checkpoint("sft", tmp_path, SingleRank())] * 2
 
 
 def test_own_checkpoints_win_over_resume_from(tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ def _whole(shape: tuple[int, ...]) -> torch.Tensor:
 def test_the_boxes_of_a_range_are_the_range_in_its_order(range_: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = range_
     whole = _whole(shape)
-    read = [index for shard in shards_of_range(shape, start, stop) for index in whole[shard.slices].flatten().tolist()]
+    read = [
+        index for shard in shards_of_range(shape, start, stop) for index in whole[shard.index_slices].flatten().tolist()
+    ]
     assert read == [*range(start, stop)]
 
 
@@ -51,17 +53,17 @@ def test_a_range_takes_few_boxes(range_: tuple[tuple[int, ...], int, int]) -> No
     shape, start, stop = range_
     shards = [*shards_of_range(shape, start, stop)]
     assert len(shards) <= max(1, 2 * len(shape) - 1)
-    assert all(shard.elements > 0 for shard in shards)
+    assert all(shard.element_count > 0 for shard in shards)
 
 
 @given(_pairs())
 def test_an_overlap_is_what_both_hold(pair: tuple[tuple[int, ...], ShardSpec, ShardSpec]) -> None:
     shape, one, other = pair
     whole = _whole(shape)
-    shared = {*whole[one.slices].flatten().tolist()} & {*whole[other.slices].flatten().tolist()}
+    shared = {*whole[one.index_slices].flatten().tolist()} & {*whole[other.index_slices].flatten().tolist()}
     common = one.overlap(other)
     assert common == other.overlap(one)
-    assert (set() if common is None else {*whole[common.slices].flatten().tolist()}) == shared
+    assert (set() if common is None else {*whole[common.index_slices].flatten().tolist()}) == shared
 
 
 @given(_pairs())
@@ -70,6 +72,8 @@ def test_an_overlap_seen_from_both_boxes_is_the_same_part(pair: tuple[tuple[int,
     whole, common = _whole(shape), one.overlap(other)
     if common is None:
         return
-    seen = [whole[shard.slices][common.moved([-at for at in shard.start]).slices] for shard in (one, other)]
+    seen = [
+        whole[shard.index_slices][common.shift_by([-at for at in shard.start]).index_slices] for shard in (one, other)
+    ]
     assert torch.equal(*seen)
-    assert torch.equal(seen[0], whole[common.slices])
+    assert torch.equal(seen[0], whole[common.index_slices])

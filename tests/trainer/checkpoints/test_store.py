@@ -11,9 +11,9 @@ import pytest
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
-from moejob_trainer.checkpoints import CheckpointStore, FenceToken, Saved, SingleRank, StepFolder
-from moejob_trainer.checkpoints.cleaning import Retention, clean
-from moejob_trainer.checkpoints.manifest import EvaluationFacts, marker
+from moejob_trainer.checkpoints import CheckpointStore, FenceToken, SavedCheckpoint, SingleRank, StepFolder
+from moejob_trainer.checkpoints.cleaning import Retention, apply_retention
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, build_marker
 from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
 from moejob_trainer.runtime.disk import Disk
 from moejob_trainer.runtime.fencing import Fence
@@ -84,7 +84,7 @@ def test_the_best_are_kept_beside_the_newest_until_there_are_better_ones(tmp_pat
         kept[step] = there(tmp_path)
     assert kept[40] == ["step-10.0.0", "step-20.0.0", "step-40.0.0"]
     assert kept[50] == ["step-20.0.0", "step-50.0.0"]
-    found = run.best().found
+    found = run.find_best().checkpoint
     assert found is not None
     assert found.folder.step == 50
 
@@ -98,9 +98,9 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next(tmp_path: Path) -> None
     for step, value in ((10, 1.0), (20, 2.0), (30, 3.0)):
         run.save(replace(moment(step), evaluation=EvaluationFacts(measure="evalLoss", value=value)))
     flip(tmp_path / "checkpoints/step-10.0.0/__0_0.distcp")
-    search = run.best()
-    assert search.found is not None
-    assert (search.found.folder.step, [one.folder.step for one in search.refused]) == (20, [10])
+    search = run.find_best()
+    assert search.checkpoint is not None
+    assert (search.checkpoint.folder.step, [one.folder.step for one in search.refusals]) == (20, [10])
 
 
 def test_what_an_earlier_attempt_left_unfinished_goes_at_the_start(tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ class Slow(Writer):
 
     clock: Clock = field(default_factory=Clock)
 
-    def begin(self, folder: Path) -> Writing:
+    def start_writing(self, folder: Path) -> Writing:
         self.clock.now += 2
-        return replace(super().begin(folder), waited_seconds=3.0)
+        return replace(super().start_writing(folder), waited_seconds=3.0)
 
 
 def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path: Path) -> None:
@@ -228,8 +228,8 @@ def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path
     assert run.poll() is None
     clock.now += 5
     size_bytes = sum(len(content) for content in state(StepFolder(10, FenceToken(0, 0))).values())
-    expected = Saved(StepFolder(10, FenceToken(0, 0)), size_bytes, seconds=12.0, stalled_seconds=5.0)
-    assert [run.poll(), run.last] == [expected, expected]
+    expected = SavedCheckpoint(StepFolder(10, FenceToken(0, 0)), size_bytes, seconds=12.0, stalled_seconds=5.0)
+    assert [run.poll(), run.last_saved] == [expected, expected]
 
 
 def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ class Failing(Writer):
 
     error: Exception = field(default_factory=Exception)
 
-    def begin(self, folder: Path) -> Writing:
-        return Broken([], error=self.error) if self.rank == 1 else super().begin(folder)
+    def start_writing(self, folder: Path) -> Writing:
+        return Broken([], error=self.error) if self.rank == 1 else super().start_writing(folder)
 
 
 @dataclass
@@ -293,7 +293,7 @@ class Broken(Writing):
 
     error: Exception = field(default_factory=Exception)
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         raise self.error
 
 
@@ -402,9 +402,9 @@ def test_others_on_the_machine_see_no_checkpoints_and_reach_an_export(tmp_path: 
 class Device(Writer):
     """A writer that runs into the kernel's own full disk."""
 
-    def begin(self, folder: Path) -> Writing:
+    def start_writing(self, folder: Path) -> Writing:
         (folder / "__0_0.distcp").symlink_to("/dev/full")
-        return super().begin(folder)
+        return super().start_writing(folder)
 
 
 def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ def test_an_older_attempt_that_wakes_up_commits_and_deletes_nothing(tmp_path: Pa
     with pytest.raises(Superseded):
         old.save(moment(30))
     with pytest.raises(Superseded):
-        store(old.place).start()
+        store(old.run_folder).start()
     left = {name: content for name, content in files_below(tmp_path).items() if "step-20.0.0" not in name}
     assert left == before
     assert new.save(moment(20)) is not None
@@ -514,7 +514,7 @@ def test_a_checkpoint_of_another_version_is_neither_an_obstacle_nor_deleted_earl
     _, older, _ = saved(tmp_path, 10, 20, 30)
     content = (older / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
     (older / "manifest.json").write_bytes(content)
-    (older / "complete.json").write_bytes(marker(content).content())
+    (older / "complete.json").write_bytes(build_marker(content).to_json())
     run = store(place(tmp_path, attempt=1), policy(keep=2))
     run.start()
     assert there(tmp_path) == ["step-20.0.0", "step-30.0.0"]
@@ -526,7 +526,7 @@ def test_a_checkpoint_of_another_version_is_neither_an_obstacle_nor_deleted_earl
 def test_old_checkpoints_are_deleted_only_while_the_run_is_ours(tmp_path: Path, looks: int, left: int) -> None:
     saved(tmp_path, 10, 20, 30)
     answers = [True] * looks + [False]
-    clean(place(tmp_path, is_ours=lambda: answers.pop(0)), Retention(policy(keep=1)), FragileDisk())
+    apply_retention(place(tmp_path, is_ours=lambda: answers.pop(0)), Retention(policy(keep=1)), FragileDisk())
     assert len(there(tmp_path)) == left
 
 

@@ -11,7 +11,7 @@ import pytest
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
-from moejob_trainer.checkpoints.run import resumed
+from moejob_trainer.checkpoints.run import find_resume_checkpoint
 from moejob_trainer.errors import TransientFailure
 from trainer.checkpoints.worlds import FragileDisk, Inline, Writer, flip, moment, place, policy, saved, store
 
@@ -108,9 +108,9 @@ def test_another_run_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
     *_, newest = saved(tmp_path / "other", 10, 20)
     repair = break_off(newest)
     with pytest.raises(TransientFailure, match="checkpoints cannot be read now: step-20"):
-        resumed("other", tmp_path / "other", SingleRank())
+        find_resume_checkpoint("other", tmp_path / "other", SingleRank())
     repair()
-    assert resumed("other", tmp_path / "other", SingleRank()).folder.step == 20
+    assert find_resume_checkpoint("other", tmp_path / "other", SingleRank()).folder.step == 20
 
 
 def test_the_best_checkpoint_is_tried_once_more_before_a_lesser_one_is_exported(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_the_best_checkpoint_is_tried_once_more_before_a_lesser_one_is_exported(
         first.save(replace(moment(step), evaluation=EvaluationFacts(measure="evalLoss", value=value)))
     repair = break_off(tmp_path / "checkpoints/step-10.0.0")
     with pytest.raises(TransientFailure, match=r"step-10.0.0: manifest.json cannot be read"):
-        first.best()
-    lesser = run(1).best().found
+        first.find_best()
+    lesser = run(1).find_best().checkpoint
     assert lesser is not None
     assert lesser.folder.step == 20
     repair()
-    best = run(2).best().found
+    best = run(2).find_best().checkpoint
     assert best is not None
     assert best.folder.step == 10

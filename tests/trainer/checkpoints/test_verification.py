@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.checkpoints.manifest import marker
+from moejob_trainer.checkpoints.manifest import build_marker
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.verification import Found, Refusal, Search, VerificationDepth, latest
+from moejob_trainer.checkpoints.verification import (
+    CheckpointSearch,
+    GoodCheckpoint,
+    Refusal,
+    VerificationDepth,
+    find_latest_checkpoint,
+)
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.fencing import FenceToken
 from trainer.checkpoints.worlds import ThreadCoordinators, files_below, flip, saved, state
@@ -17,18 +23,18 @@ from trainer.checkpoints.worlds import ThreadCoordinators, files_below, flip, sa
 FILES = [*state(StepFolder(20, FenceToken(0, 0))), "manifest.json", "complete.json"]
 
 
-def found_step(search: Search) -> int | None:
-    return None if search.found is None else search.found.folder.step
+def found_step(search: CheckpointSearch) -> int | None:
+    return None if search.checkpoint is None else search.checkpoint.folder.step
 
 
 def test_there_is_none_before_the_first_save(tmp_path: Path) -> None:
-    assert latest(tmp_path / "checkpoints") == Search(None)
+    assert find_latest_checkpoint(tmp_path / "checkpoints") == CheckpointSearch(None)
 
 
 def test_the_newest_is_found(tmp_path: Path) -> None:
     saved(tmp_path, 9, 10, 100)
-    search = latest(tmp_path / "checkpoints")
-    assert (found_step(search), search.refused) == (100, ())
+    search = find_latest_checkpoint(tmp_path / "checkpoints")
+    assert (found_step(search), search.refusals) == (100, ())
 
 
 def test_of_one_step_saved_by_two_attempts_the_later_is_found(tmp_path: Path) -> None:
@@ -36,16 +42,18 @@ def test_of_one_step_saved_by_two_attempts_the_later_is_found(tmp_path: Path) ->
     old.rename(tmp_path / "aside")
     (new,) = saved(tmp_path, 20, attempt=1)
     (tmp_path / "aside").rename(old)
-    search = latest(tmp_path / "checkpoints")
-    assert search.found is not None
-    assert search.found.path == new
+    search = find_latest_checkpoint(tmp_path / "checkpoints")
+    assert search.checkpoint is not None
+    assert search.checkpoint.path == new
 
 
 def test_what_never_got_a_marker_is_passed_over_in_silence(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     (newest / "complete.json").unlink()
-    assert latest(tmp_path / "checkpoints") == Search(latest(tmp_path / "checkpoints").found, ())
-    assert found_step(latest(tmp_path / "checkpoints")) == 10
+    assert find_latest_checkpoint(tmp_path / "checkpoints") == CheckpointSearch(
+        find_latest_checkpoint(tmp_path / "checkpoints").checkpoint, ()
+    )
+    assert found_step(find_latest_checkpoint(tmp_path / "checkpoints")) == 10
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
@@ -54,37 +62,37 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str, place: st
     _, newest = saved(tmp_path, 10, 20)
     size = (newest / name).stat().st_size
     flip(newest / name, {"first": 0, "middle": size // 2, "last": size - 1}[place])
-    search = latest(tmp_path / "checkpoints")
+    search = find_latest_checkpoint(tmp_path / "checkpoints")
     assert found_step(search) == 10
-    assert [refusal.folder.step for refusal in search.refused] == [20]
+    assert [refusal.folder.step for refusal in search.refusals] == [20]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_missing_is_found(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     (newest / name).unlink()
-    assert found_step(latest(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 10
+    assert found_step(find_latest_checkpoint(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 10
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_was_cut_is_found_by_its_size(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     (newest / name).write_bytes((newest / name).read_bytes()[:-2])
-    search = latest(tmp_path / "checkpoints", VerificationDepth.SIZES)
+    search = find_latest_checkpoint(tmp_path / "checkpoints", VerificationDepth.SIZES)
     assert found_step(search) == 10
-    assert name in str(search.refused[0]) or "manifest" in name
+    assert name in str(search.refusals[0]) or "manifest" in name
 
 
 def test_the_quick_check_does_not_read_the_state(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / "__0_0.distcp")
-    assert found_step(latest(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 20
+    assert found_step(find_latest_checkpoint(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 20
 
 
 def test_a_refusal_says_which_file_and_what_it_should_be(tmp_path: Path) -> None:
     (newest,) = saved(tmp_path, 20)
     flip(newest / "common/state.pt")
-    refusal = latest(tmp_path / "checkpoints").refused[0]
+    refusal = find_latest_checkpoint(tmp_path / "checkpoints").refusals[0]
     assert str(refusal).startswith("step-20.0.0: common/state.pt has hash ")
     assert " instead of " in refusal.reason
 
@@ -92,16 +100,16 @@ def test_a_refusal_says_which_file_and_what_it_should_be(tmp_path: Path) -> None
 def test_a_folder_under_another_name_is_refused(tmp_path: Path) -> None:
     (newest,) = saved(tmp_path, 20)
     newest.rename(newest.with_name("step-30.0.0"))
-    assert "its manifest is that of step-20.0.0" in latest(tmp_path / "checkpoints").refused[0].reason
+    assert "its manifest is that of step-20.0.0" in find_latest_checkpoint(tmp_path / "checkpoints").refusals[0].reason
 
 
 def test_a_checkpoint_of_another_format_is_neither_loaded_nor_passed_over(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     content = json.dumps(json.loads((newest / "manifest.json").read_bytes()) | {"format": 2}).encode()
     (newest / "manifest.json").write_bytes(content)
-    (newest / "complete.json").write_bytes(marker(content).content())
+    (newest / "complete.json").write_bytes(build_marker(content).to_json())
     with pytest.raises(BadConfiguration, match="written by another version of moejob"):
-        latest(tmp_path / "checkpoints")
+        find_latest_checkpoint(tmp_path / "checkpoints")
 
 
 def test_a_volume_that_does_not_answer_says_nothing_about_its_files(tmp_path: Path) -> None:
@@ -109,14 +117,14 @@ def test_a_volume_that_does_not_answer_says_nothing_about_its_files(tmp_path: Pa
     (newest / "__0_0.distcp").unlink()
     (newest / "__0_0.distcp").symlink_to("__0_0.distcp")
     with pytest.raises(TransientFailure, match=r"checking a checkpoint failed at .*__0_0.distcp"):
-        latest(tmp_path / "checkpoints")
+        find_latest_checkpoint(tmp_path / "checkpoints")
 
 
 def test_looking_changes_nothing(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / "__0_0.distcp")
     before = files_below(tmp_path)
-    latest(tmp_path / "checkpoints")
+    find_latest_checkpoint(tmp_path / "checkpoints")
     assert files_below(tmp_path) == before
 
 
@@ -125,9 +133,9 @@ def test_many_ranks_read_a_share_each_and_get_the_same_answer(tmp_path: Path, na
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / name)
     answers = ThreadCoordinators(3).together(
-        lambda rank: latest(tmp_path / "checkpoints", VerificationDepth.HASHES, rank)
+        lambda rank: find_latest_checkpoint(tmp_path / "checkpoints", VerificationDepth.HASHES, rank)
     )
-    alone = latest(tmp_path / "checkpoints")
-    assert isinstance(alone.found, Found)
-    assert isinstance(alone.refused[0], Refusal)
+    alone = find_latest_checkpoint(tmp_path / "checkpoints")
+    assert isinstance(alone.checkpoint, GoodCheckpoint)
+    assert isinstance(alone.refusals[0], Refusal)
     assert answers == [alone] * 3

@@ -17,16 +17,16 @@ from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints import (
     CheckpointStore,
     FenceToken,
-    Moment,
     RunFolder,
     RunOwner,
-    Saved,
+    SavedCheckpoint,
+    SaveRequest,
     SingleRank,
     StepFolder,
 )
-from moejob_trainer.checkpoints.manifest import Facts
-from moejob_trainer.checkpoints.names import step_folder
-from moejob_trainer.distributed.encoding import decoded, encoded
+from moejob_trainer.checkpoints.manifest import CheckpointFacts
+from moejob_trainer.checkpoints.names import parse_step_folder
+from moejob_trainer.distributed.encoding import decode_message, encode_message
 from moejob_trainer.runtime.disk import Disk
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Writing:
     questions: int = 0
     waited_seconds: float = 0.0
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         self.questions -= 1
         return self.questions < 0
 
@@ -183,8 +183,8 @@ class Writer:
     rank: int = 0
     questions: int = 0
 
-    def begin(self, folder: Path) -> Writing:
-        named = step_folder(folder.name)
+    def start_writing(self, folder: Path) -> Writing:
+        named = parse_step_folder(folder.name)
         assert named is not None
         files = state(named, self.rank)
         for name, content in files.items():
@@ -228,11 +228,11 @@ class ThreadCoordinator:
         return self.group.size
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
-        everyones = self._all(encoded(value, kind))
-        return [decoded(one, kind) for one in everyones] if self.rank == 0 else []
+        everyones = self._all(encode_message(value, kind))
+        return [decode_message(one, kind) for one in everyones] if self.rank == 0 else []
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
-        return decoded(self._all(encoded(value, kind))[0], kind)
+        return decode_message(self._all(encode_message(value, kind))[0], kind)
 
     def _all(self, content: bytes) -> list[bytes]:
         self.group.sent[self.rank] = content
@@ -242,8 +242,8 @@ class ThreadCoordinator:
         return everyones
 
 
-def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> Facts:
-    return Facts(
+def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> CheckpointFacts:
+    return CheckpointFacts(
         step=step,
         attempt=attempt,
         restart=restart,
@@ -255,8 +255,8 @@ def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> Facts:
     )
 
 
-def moment(step: int) -> Moment:
-    return Moment(step, "torch_dist/fully_reshardable", {"tensor": 2}, {"torch": "2.13.0"}, {"samples": step * 8})
+def moment(step: int) -> SaveRequest:
+    return SaveRequest(step, "torch_dist/fully_reshardable", {"tensor": 2}, {"torch": "2.13.0"}, {"samples": step * 8})
 
 
 def policy(keep: int = 2, asynchronous: bool = False, resume_from: str | None = None) -> Checkpoint:
@@ -281,7 +281,7 @@ def saved(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[
     run = store(place(folder, attempt), policy(keep))
     run.start()
     outcomes = [run.save(moment(step)) for step in steps]
-    return [run.place.checkpoints / one.folder.name for one in outcomes if isinstance(one, Saved)]
+    return [run.run_folder.checkpoints / one.folder.name for one in outcomes if isinstance(one, SavedCheckpoint)]
 
 
 def flip(path: Path, at: int = 0) -> None:

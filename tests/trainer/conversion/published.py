@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from model_configs import config
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import ROWS, Table, table
+from moejob_trainer.conversion.families import ROWS, TensorTable, build_tensor_table
 from moejob_trainer.model.parameters import Coordinates, local_shape, local_slices
 
 FAMILIES = list(ROWS)
@@ -29,8 +29,8 @@ def values_of(family: Family, **changes: Any) -> dict[str, Any]:
     return config(family, **sizes | experts | heads | changes)
 
 
-def table_of(values: dict[str, Any]) -> Table:
-    return table(shape_of(values))
+def table_of(values: dict[str, Any]) -> TensorTable:
+    return build_tensor_table(shape_of(values))
 
 
 def random_model(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -73,7 +73,7 @@ def _mtp(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor
     }
 
 
-def blank(table: Table, place: Coordinates, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def blank(table: TensorTable, place: Coordinates, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return a rank's tensors before the import: nothing that an import could leave behind unseen."""
     return {
         parameter.name: torch.full(
@@ -83,6 +83,6 @@ def blank(table: Table, place: Coordinates, dtype: torch.dtype = torch.float32) 
     }
 
 
-def cut(table: Table, whole: dict[str, Tensor], place: Coordinates) -> dict[str, Tensor]:
+def cut(table: TensorTable, whole: dict[str, Tensor], place: Coordinates) -> dict[str, Tensor]:
     """A rank's part of a whole model."""
     return {parameter.name: whole[parameter.name][local_slices(parameter, place)] for parameter in table.parameters}

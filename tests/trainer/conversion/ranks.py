@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moejob_api.job.parallelism import Parallelism
-from moejob_api.layout.ranks import ParallelGroup, members, place
-from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.ranks import ParallelGroup, group_members, rank_place
+from moejob_api.layout.sizes import Layout, derive_layout
 from moejob_api.models.families import shape_of
-from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.conversion.families import TensorTable, build_tensor_table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.loading import import_weights, opened
-from moejob_trainer.conversion.model_export import ExportReport, Target, export
+from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
+from moejob_trainer.conversion.model_export import ExportReport, ExportTarget, export_weights
 from moejob_trainer.model.parameters import Coordinates, local_shape
 
 
@@ -35,7 +35,7 @@ class Cell:
 
     def ranks(self) -> int:
         """Ranks that it takes."""
-        return layout(self.parallelism, gpus_per_node=8).gpus
+        return derive_layout(self.parallelism, gpus_per_node=8).gpus
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Outcome:
 
 def outcome(cell: Cell) -> Outcome:
     """Imports and exports a rank's part of the cell."""
-    sizes, rank = layout(cell.parallelism, gpus_per_node=8), dist.get_rank()
+    sizes, rank = derive_layout(cell.parallelism, gpus_per_node=8), dist.get_rank()
     groups = _groups(sizes, rank)
-    found = table(shape_of(cell.values))
+    found = build_tensor_table(shape_of(cell.values))
     state = _stage(found, sizes, rank, groups.coordinates)
-    import_weights(state, opened(cell.source, found), groups.coordinates)
-    target = Target(cell.folder, cell.source, most_shard_bytes=cell.most_shard_bytes)
-    report = export(state, found, groups, target)
+    import_weights(state, open_published_checkpoint(cell.source, found), groups.coordinates)
+    target = ExportTarget(cell.folder, cell.source, most_shard_bytes=cell.most_shard_bytes)
+    report = export_weights(state, found, groups, target)
     return Outcome(report, tuple(name for name, one in hugging_face_tensors(state, found, groups) if not one.is_meta))
 
 
@@ -62,7 +62,7 @@ def _groups(sizes: Layout, rank: int) -> ModelGroups:
     """The groups of a layout; every rank takes part in making each."""
     mine = {}
     for group in (ParallelGroup.TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR):
-        for ranks in sorted({members(sizes, group, other) for other in range(sizes.gpus)}):
+        for ranks in sorted({group_members(sizes, group, other) for other in range(sizes.gpus)}):
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 mine[group] = made
@@ -71,8 +71,8 @@ def _groups(sizes: Layout, rank: int) -> ModelGroups:
     )
 
 
-def _stage(found: Table, sizes: Layout, rank: int, coordinates: Coordinates) -> dict[str, Tensor]:
-    stage = place(sizes, rank).pipeline
+def _stage(found: TensorTable, sizes: Layout, rank: int, coordinates: Coordinates) -> dict[str, Tensor]:
+    stage = rank_place(sizes, rank).pipeline
     return {
         parameter.name: torch.full(local_shape(parameter, coordinates), torch.nan)
         for parameter in found.parameters
@@ -80,7 +80,7 @@ def _stage(found: Table, sizes: Layout, rank: int, coordinates: Coordinates) -> 
     }
 
 
-def _stages(name: str, found: Table, count: int) -> set[int]:
+def _stages(name: str, found: TensorTable, count: int) -> set[int]:
     """Return the stages of a parameter. A tied embedding is on both ends; the first stage has the layers left over."""
     last = count - 1
     match name.split("."):

@@ -23,11 +23,11 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.checkpoint import SafetensorsFolder
-from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.loading import import_weights, opened
-from moejob_trainer.conversion.tensor_table import Stacking
+from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
+from moejob_trainer.conversion.tensor_table import ExpertStacking
 from moejob_trainer.model.parameters import Coordinates, Slices, local_slices
 from trainer.conversion.published import (
     FAMILIES,
@@ -56,7 +56,7 @@ def imported(folder: Path, values: dict[str, Any], place: Coordinates | None = N
     place = place or Coordinates()
     found = table_of(values)
     state = blank(found, place)
-    import_weights(state, opened(folder, found), place)
+    import_weights(state, open_published_checkpoint(folder, found), place)
     return state
 
 
@@ -214,12 +214,12 @@ class Counted(SafetensorsFolder):
 def test_a_rank_reads_as_many_numbers_as_it_holds_and_never_more_than_a_tensor(family: Family, tmp_path: Path) -> None:
     values = values_of(family, vocab_size=128)
     found, place = table_of(values), Coordinates(1, 2, 1, 2, 1, 2)
-    source = opened(saved(tmp_path, values), found)
+    source = open_published_checkpoint(saved(tmp_path, values), found)
     counted = Counted(tmp_path, source.checkpoint.tensors)
     state = blank(found, place)
     import_weights(state, replace(source, checkpoint=counted), place)
     assert sum(counted.counts) == sum(tensor.numel() for tensor in state.values())
-    assert max(counted.counts) <= max(piece.elements for piece in found.pieces) // 2
+    assert max(counted.counts) <= max(piece.element_count for piece in found.pieces) // 2
 
 
 @pytest.mark.parametrize("family", MTP)
@@ -242,7 +242,7 @@ def test_modules_for_further_tokens_are_read_from_behind_the_last_layer(family: 
 def test_a_model_without_those_modules_leaves_them_out_and_says_so(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3, num_nextn_predict_layers=1)
     folder = saved_with_mtp(tmp_path, values)
-    source = opened(folder, table_of(values | {"num_nextn_predict_layers": 0}))
+    source = open_published_checkpoint(folder, table_of(values | {"num_nextn_predict_layers": 0}))
     assert all(name.startswith("model.layers.3.") for name in source.left_out)
     assert "model.layers.3.eh_proj.weight" in source.left_out
 
@@ -273,7 +273,7 @@ def test_weights_are_held_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3)
     found = table_of(values)
     state = blank(found, Coordinates(), torch.bfloat16)
-    import_weights(state, opened(saved(tmp_path, values), found), Coordinates())
+    import_weights(state, open_published_checkpoint(saved(tmp_path, values), found), Coordinates())
     exact = imported(tmp_path, values)
     for parameter in found.parameters:
         expected = torch.float32 if parameter.is_buffer else torch.bfloat16
@@ -291,16 +291,19 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [Coordinates(), Coordinates(1, 4, 2, 4, 0, 2)])
 def test_a_part_read_alone_is_the_part_that_is_filled_in(place: Coordinates, tmp_path: Path) -> None:
     values = values_of(Family.GPT_OSS)
-    source, state = opened(saved(tmp_path, values), table_of(values)), imported(tmp_path, values, place)
+    source, state = (
+        open_published_checkpoint(saved(tmp_path, values), table_of(values)),
+        imported(tmp_path, values, place),
+    )
     for parameter in source.table.parameters:
-        assert torch.equal(source.read(parameter, local_slices(parameter, place)), state[parameter.name])
+        assert torch.equal(source.read_parameter(parameter, local_slices(parameter, place)), state[parameter.name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25)
 @given(data=st.data())
 def test_the_pieces_of_any_model_tile_its_parameters(family: Family, data: st.DataObject) -> None:
-    found = table(shape_of(data.draw(any_config(family))))
+    found = build_tensor_table(shape_of(data.draw(any_config(family))))
     assert len(found.by_tensor) == len(found.pieces)
     for parameter in found.parameters:
         fillings = torch.zeros(parameter.shape, dtype=torch.int)
@@ -312,10 +315,10 @@ def test_the_pieces_of_any_model_tile_its_parameters(family: Family, data: st.Da
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stacking", [Stacking(1, 10**9), Stacking(2, 1_000), Stacking(3, 1)])
-def test_stacks_are_the_tensors_of_their_experts_one_after_another(family: Family, stacking: Stacking) -> None:
+@pytest.mark.parametrize("stacking", [ExpertStacking(1, 10**9), ExpertStacking(2, 1_000), ExpertStacking(3, 1)])
+def test_stacks_are_the_tensors_of_their_experts_one_after_another(family: Family, stacking: ExpertStacking) -> None:
     shape = shape_of(values_of(family))
-    alone, stacked = table(shape), table(shape, stacking)
+    alone, stacked = build_tensor_table(shape), build_tensor_table(shape, stacking)
     state = {parameter.name: torch.randn(parameter.shape) for parameter in alone.parameters}
     expected = dict(hugging_face_tensors(state, alone, ModelGroups()))
     found = dict(hugging_face_tensors(state, stacked, ModelGroups()))
@@ -325,10 +328,10 @@ def test_stacks_are_the_tensors_of_their_experts_one_after_another(family: Famil
 
 
 def test_a_stack_ends_with_its_ranks_experts_and_below_its_size() -> None:
-    assert [*Stacking(2, 350).runs(8, 100)] == [slice(0, 3), slice(3, 4), slice(4, 7), slice(7, 8)]
-    assert [*Stacking(4, 10).runs(4, 100)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]
+    assert [*ExpertStacking(2, 350).expert_runs(8, 100)] == [slice(0, 3), slice(3, 4), slice(4, 7), slice(7, 8)]
+    assert [*ExpertStacking(4, 10).expert_runs(4, 100)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]
     # Ranks that do not divide the experts hold all of them.
-    assert [*Stacking(3, 1_000).runs(4, 100)] == [slice(0, 4)]
+    assert [*ExpertStacking(3, 1_000).expert_runs(4, 100)] == [slice(0, 4)]
 
 
 def _singles(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -341,9 +344,9 @@ def _singles(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(found[0], str(expert)), one
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.shipped() if "Next" not in name])
+@pytest.mark.parametrize("name", [name for name in catalog.shipped_names() if "Next" not in name])
 def test_every_shipped_model_that_can_be_planned_can_be_converted(name: str) -> None:
-    found = table(shape_of(dict(catalog.config(name) or {})))
+    found = build_tensor_table(shape_of(dict(catalog.find_config(name) or {})))
     assert len(found.by_tensor) == len(found.pieces) >= len(found.parameters)
 
 
@@ -495,4 +498,4 @@ def test_old_files_may_repeat_what_the_rotary_layer_computes(tmp_path: Path) -> 
 def test_a_module_that_holds_something_else_is_a_bug(state: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
     with pytest.raises(ValueError, match=message):
-        import_weights(state, opened(saved(tmp_path, values), table_of(values)), Coordinates())
+        import_weights(state, open_published_checkpoint(saved(tmp_path, values), table_of(values)), Coordinates())

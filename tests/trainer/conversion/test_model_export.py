@@ -20,10 +20,16 @@ from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.gathering import TensorGathering, hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.loading import import_weights, opened
-from moejob_trainer.conversion.model_export import ExportReport, Target, export
-from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, planned, shard_writer, verify
-from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
+from moejob_trainer.conversion.model_export import ExportReport, ExportTarget, export_weights
+from moejob_trainer.conversion.safetensors_writer import (
+    CorruptExport,
+    TensorEntry,
+    open_shard_writer,
+    plan_shards,
+    verify,
+)
+from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import FAMILIES, blank, saved, saved_with_mtp, table_of, values_of
 from trainer.conversion.ranks import Cell, Outcome, outcome
@@ -80,13 +86,13 @@ def held(values: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float3
     """The whole model in our parameters."""
     table = table_of(values)
     state = blank(table, Coordinates(), dtype)
-    import_weights(state, opened(folder, table), Coordinates())
+    import_weights(state, open_published_checkpoint(folder, table), Coordinates())
     return state
 
 
 def exported(values: dict[str, Any], source: Path, folder: Path, **target: Any) -> ExportReport:
     """Imported and exported again by one process."""
-    return export(held(values, source), table_of(values), ModelGroups(), Target(folder, source, **target))
+    return export_weights(held(values, source), table_of(values), ModelGroups(), ExportTarget(folder, source, **target))
 
 
 def _outcomes(worlds: Worlds, cell: Cell) -> list[Outcome]:
@@ -147,7 +153,7 @@ def test_parts_that_were_put_together_wrongly_are_found(tmp_path: Path, monkeypa
     values, source = one_of(Family.QWEN3_MOE, tmp_path / "published")
     right = TensorGathering.tensors
 
-    def swapped(gathering: TensorGathering) -> Iterator[tuple[Piece, Tensor]]:
+    def swapped(gathering: TensorGathering) -> Iterator[tuple[TensorPiece, Tensor]]:
         whole = {piece.tensor: (piece, tensor) for piece, tensor in right(gathering)}
         first, second = (f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in (2, 3))
         of_first = whole[first][1]
@@ -176,7 +182,7 @@ def test_weights_in_bfloat16_are_exported_as_such_and_buffers_in_float32(family:
     values = values_of(family)
     source = saved(tmp_path / "source", values, dtype=torch.bfloat16)
     state = held(values, source, torch.bfloat16)
-    export(state, table_of(values), ModelGroups(), Target(tmp_path / "export", source))
+    export_weights(state, table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", source))
     # Transformers loads those buffers in float32, whatever they were saved in.
     wide = {name: tensor.float() for name, tensor in contents(source).items() if "correction_bias" in name}
     assert_same_bits(contents(tmp_path / "export"), contents(source) | wide)
@@ -230,7 +236,7 @@ def test_a_config_of_another_model_is_not_exported_with(tmp_path: Path) -> None:
     source = saved(tmp_path / "source", values)
     other = saved(tmp_path / "other", values | {"intermediate_size": 24})
     with pytest.raises(ValueError, match="describes another model"):
-        export(held(values, source), table_of(values), ModelGroups(), Target(tmp_path / "export", other))
+        export_weights(held(values, source), table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", other))
     assert not (tmp_path / "export").exists()
 
 
@@ -261,11 +267,11 @@ def test_storage_that_fills_up_leaves_the_older_export_and_the_next_one_succeeds
     source, newer = saved(tmp_path / "source", values), held(values, tmp_path / "source")
     exported(values, source, tmp_path / "export")
     newer["final_norm.weight"] += 1
-    target = Target(tmp_path / "export", source)
+    target = ExportTarget(tmp_path / "export", source)
     with files_of_at_most(20_000), pytest.raises(OSError, match="File too large"):
-        export(newer, table_of(values), ModelGroups(), target)
+        export_weights(newer, table_of(values), ModelGroups(), target)
     assert_same_bits(contents(tmp_path / "export"), contents(source))
-    export(newer, table_of(values), ModelGroups(), target)
+    export_weights(newer, table_of(values), ModelGroups(), target)
     expected = contents(source)
     expected["model.norm.weight"] += 1
     assert_same_bits(contents(tmp_path / "export"), expected)
@@ -276,7 +282,7 @@ def test_an_export_that_cannot_fit_is_refused_before_anything_is_written(tmp_pat
     table = table_of(values)
     state = {parameter.name: torch.empty(parameter.shape, device="meta") for parameter in table.parameters}
     with pytest.raises(OSError, match=r"the export needs 9,\d{3},\d{3},\d{3},\d{3},\d{3} bytes and .* are free"):
-        export(state, table, ModelGroups(), Target(tmp_path / "export", tmp_path))
+        export_weights(state, table, ModelGroups(), ExportTarget(tmp_path / "export", tmp_path))
     assert not (tmp_path / "export").exists()
 
 
@@ -287,7 +293,7 @@ def test_an_older_export_survives_one_that_fails(tmp_path: Path) -> None:
     exported(values, source, tmp_path / "export")
     state["final_norm.weight"] = torch.ones(3)
     with pytest.raises(ValueError, match=r"final_norm\.weight is \(3,\)"):
-        export(state, table_of(values), ModelGroups(), Target(tmp_path / "export", source))
+        export_weights(state, table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", source))
     assert_same_bits(contents(tmp_path / "export"), contents(source))
 
 
@@ -297,7 +303,7 @@ def test_a_model_that_nobody_holds_all_of_is_not_exported(tmp_path: Path) -> Non
     state = held(values, source)
     del state["layers.1.mlp_norm.weight"]
     with pytest.raises(ValueError, match=r"no rank holds all of layers\.1\.mlp_norm\.weight"):
-        export(state, table_of(values), ModelGroups(), Target(tmp_path / "export", source))
+        export_weights(state, table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", source))
 
 
 def test_tensors_are_streamed_one_at_a_time_with_their_copies(tmp_path: Path) -> None:
@@ -316,7 +322,7 @@ TENSORS = {"a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(), "b": torch.eye(2), "c"
 
 
 def shard_of(path: Path) -> dict[str, str]:
-    with shard_writer(path, ENTRIES) as opened_shard:
+    with open_shard_writer(path, ENTRIES) as opened_shard:
         return {name: opened_shard.write(name, TENSORS[name]) for name in ("c", "a", "b")}
 
 
@@ -355,4 +361,4 @@ def test_a_shard_that_lost_its_end_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_are_put_into_files_in_order(most_bytes: int, expected: list[list[str]]) -> None:
-    assert [[entry.name for entry in entries] for entries in planned(ENTRIES, most_bytes)] == expected
+    assert [[entry.name for entry in entries] for entries in plan_shards(ENTRIES, most_bytes)] == expected

@@ -36,6 +36,6 @@ def test_files_stay_open_until_more_was_read_of_them(
     monkeypatch.setattr(module, "safe_open", noted)
     files = OpenFiles(most_bytes)
     for name, row in (("a", 0), ("a", 1), ("b", 3), ("b", 0), ("a", 2)):
-        assert torch.equal(files.read(tmp_path / name, "x", (slice(row, row + 1),)), VALUES[row : row + 1])
-    assert files.read(tmp_path / "b", "number", ()) == 7
+        assert torch.equal(files.read_slice(tmp_path / name, "x", (slice(row, row + 1),)), VALUES[row : row + 1])
+    assert files.read_slice(tmp_path / "b", "number", ()) == 7
     assert seen == opened

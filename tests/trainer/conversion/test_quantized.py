@@ -15,8 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.loading import import_weights, opened
-from moejob_trainer.conversion.quantized import readable
+from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
+from moejob_trainer.conversion.quantized import open_tensor_source
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import blank, cut, saved, table_of, values_of
 
@@ -58,7 +58,7 @@ def fours(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 def imported(folder: Path, values: dict[str, Any], place: Coordinates) -> dict[str, Tensor]:
     found = table_of(values)
     state = blank(found, place)
-    import_weights(state, opened(folder, found), place)
+    import_weights(state, open_published_checkpoint(folder, found), place)
     return state
 
 
@@ -86,7 +86,7 @@ def test_parts_of_fp8_blocks_are_multiplied_by_the_scales_of_their_own(
 def test_fp8_blocks_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
     eighths(tmp_path, values_of(Family.DEEPSEEK_V3), (4, 4))
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
-    ours = readable(tmp_path).read(name, (slice(0, 32), slice(0, 16)))
+    ours = open_tensor_source(tmp_path).read(name, (slice(0, 32), slice(0, 16)))
     theirs = Fp8Dequantize(None)._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"])  # noqa: SLF001
     assert torch.equal(ours, theirs)
 
@@ -110,7 +110,7 @@ def test_blocks_of_unknown_size_are_refused(settings: dict[str, Any] | None, tmp
     eighths(tmp_path, values, (4, 4))
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     with pytest.raises(InvalidSpec, match="has no weight_block_size of two whole numbers"):
-        readable(tmp_path)
+        open_tensor_source(tmp_path)
 
 
 def test_scales_of_another_block_size_are_refused(tmp_path: Path) -> None:

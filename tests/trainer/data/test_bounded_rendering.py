@@ -8,13 +8,13 @@ import signal
 import pytest
 
 from moejob_trainer.data import bounded_rendering, tiny
-from moejob_trainer.data.chat_template import Template
-from moejob_trainer.data.conversations import conversation
+from moejob_trainer.data.chat_template import ChatTemplate
+from moejob_trainer.data.conversations import read_conversation
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import chat
 
-CHAT = conversation(Record(chat("hi", "hello"), "chats.jsonl, line 3"))
+CHAT = read_conversation(Record(chat("hi", "hello"), "chats.jsonl, line 3"))
 DOUBLED = "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
 
@@ -41,7 +41,7 @@ DOUBLED = "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n
 def test_a_template_beyond_its_bounds_is_refused_with_its_record(template: str, reason: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(BadData, match=rf"(?s)chats.jsonl, line 3.*({reason})"):
-        Template(tiny.tokenizer(), template).prompt(CHAT)
+        ChatTemplate(tiny.build_tokenizer(), template).render_prompt(CHAT)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
@@ -50,4 +50,4 @@ def test_loops_end_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_rendering, "_SECONDS", 0.5)
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     with pytest.raises(BadData, match="line 3: the chat template fails: it takes more than"):
-        Template(tiny.tokenizer(), endless).prompt(CHAT)
+        ChatTemplate(tiny.build_tokenizer(), endless).render_prompt(CHAT)

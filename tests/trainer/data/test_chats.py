@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat, TrainedTurns
 from moejob_trainer.data import tiny
-from moejob_trainer.data.chat_template import Template
-from moejob_trainer.data.conversations import conversation
-from moejob_trainer.data.encoding import RecordKind, Sample, encoder
+from moejob_trainer.data.chat_template import ChatTemplate
+from moejob_trainer.data.conversations import read_conversation
+from moejob_trainer.data.encoding import RecordKind, Sample, build_encoder
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import assistant, chat, user
@@ -42,7 +42,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 def tokenizer(*special: str) -> PreTrainedTokenizerBase:
     """The tiny tokenizer, with the special tokens of another model beside its own."""
-    found = tiny.tokenizer()
+    found = tiny.build_tokenizer()
     found.add_special_tokens({"bos_token": "<|begin|>", "extra_special_tokens": list(special)})
     return found
 
@@ -61,7 +61,7 @@ def encoded(
 ) -> tuple[PreTrainedTokenizerBase, Sample]:
     using = tokenizer(*special)
     kind = RecordKind(DataFormat.CHAT, turns)
-    return using, encoder(kind, using, template)(Record(fields, "chats.jsonl, line 3"))
+    return using, build_encoder(kind, using, template)(Record(fields, "chats.jsonl, line 3"))
 
 
 def trained_texts(
@@ -69,7 +69,7 @@ def trained_texts(
 ) -> list[str]:
     """The runs of tokens that are trained on, as text."""
     using, sample = encoded(fields, template, *special, turns=turns)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained.astype(np.int8), [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained_mask.astype(np.int8), [0]])))
     return [str(using.decode(sample.tokens[start:end])) for start, end in edges.reshape(-1, 2)]
 
 
@@ -91,8 +91,8 @@ def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets_are_trained_on() -> N
     using = tokenizer()
     using.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '  ' }}{% endgeneration %}{% endfor %}"
-    sample = encoder(CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
-    assert using.decode(sample.tokens[sample.trained]) == " a  b  "
+    sample = build_encoder(CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
+    assert using.decode(sample.tokens[sample.trained_mask]) == " a  b  "
 
 
 def test_a_tool_call_is_trained_on_and_its_answer_is_not() -> None:
@@ -185,7 +185,7 @@ def test_without_marks_the_same_is_trained_on_as_with_them(fields: dict[str, Any
     _, marked = encoded(fields)
     _, derived = encoded(fields, UNMARKED)
     assert derived.tokens.tolist() == marked.tokens.tolist()
-    assert derived.trained.tolist() == marked.trained.tolist()
+    assert derived.trained_mask.tolist() == marked.trained_mask.tolist()
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
@@ -196,15 +196,15 @@ def test_the_mask_is_the_one_of_transformers(turns: list[tuple[str, str]]) -> No
         fields["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert sample.tokens.tolist() == reference["input_ids"]
-    assert sample.trained.tolist() == [bool(flag) for flag in reference["assistant_masks"]]
+    assert sample.trained_mask.tolist() == [bool(flag) for flag in reference["assistant_masks"]]
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
 def test_a_tokenizer_that_does_not_tell_characters_gives_the_same_mask(turns: list[tuple[str, str]]) -> None:
     record = Record(chat(*(text for turn in turns for text in turn)), "chats.jsonl, line 3")
     without_offsets: Any = Slow()
-    fast, slow = (encoder(CHAT, using, None)(record) for using in (tokenizer(), without_offsets))
-    assert (slow.tokens.tolist(), slow.trained.tolist()) == (fast.tokens.tolist(), fast.trained.tolist())
+    fast, slow = (build_encoder(CHAT, using, None)(record) for using in (tokenizer(), without_offsets))
+    assert (slow.tokens.tolist(), slow.trained_mask.tolist()) == (fast.tokens.tolist(), fast.trained_mask.tolist())
 
 
 class Slow:
@@ -294,10 +294,10 @@ def test_a_template_that_leaves_open_what_to_train_on_is_refused_with_the_place(
 
 
 def test_a_tokenizer_without_a_template_says_where_to_put_one() -> None:
-    bare = tiny.tokenizer()
+    bare = tiny.build_tokenizer()
     bare.chat_template = None
     with pytest.raises(BadData, match=r"give one as data\.chatTemplate"):
-        Template(bare, None)
+        ChatTemplate(bare, None)
 
 
 MESSAGE = "chats.jsonl, line 3, message 1"
@@ -349,4 +349,4 @@ MESSAGE = "chats.jsonl, line 3, message 1"
 )
 def test_a_conversation_that_makes_no_sense_is_refused_with_the_place(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(BadData, match=said):
-        conversation(Record(fields, "chats.jsonl, line 3"))
+        read_conversation(Record(fields, "chats.jsonl, line 3"))

@@ -23,10 +23,10 @@ FILES = {"config.json": b"{}", "marked.py": b"print()", "model.safetensors": LAR
 FETCH = """
 import os, sys
 from pathlib import Path
-from moejob_trainer.data.hub import HubPins, fetched_model
+from moejob_trainer.data.hub import HubPins, download_model
 from moejob_trainer.errors import BadConfiguration
 try:
-    print(fetched_model(sys.argv[1], None, HubPins(Path(sys.argv[2]))))
+    print(download_model(sys.argv[1], None, HubPins(Path(sys.argv[2]))))
 except BadConfiguration as refusal:
     sys.exit(f"refused: {refusal}")
 """
@@ -55,7 +55,7 @@ def fetched(hub: Hub, volume: Path, job: str = "job") -> str:
 
 def files(volume: Path) -> dict[str, str]:
     """The digests that a run keeps."""
-    pin = HubPins(volume / "job").pin(RepositoryKind.MODEL, MODEL)
+    pin = HubPins(volume / "job").find_pin(RepositoryKind.MODEL, MODEL)
     assert pin is not None
     return {path: file.digest for path, file in pin.files.items()}
 
@@ -120,11 +120,11 @@ def test_a_file_that_is_missing_is_downloaded_again(hub: Hub, tmp_path: Path) ->
 def test_weights_that_were_not_written_since_are_not_hashed_again(hub: Hub, tmp_path: Path) -> None:
     folder = Path(fetched(hub, tmp_path))
     pins = HubPins(tmp_path / "job")
-    pin = pins.pin(RepositoryKind.MODEL, MODEL)
+    pin = pins.find_pin(RepositoryKind.MODEL, MODEL)
     assert pin is not None
     # Were it hashed, it would be refused.
     wrong = pin.files["model.safetensors"].model_copy(update={"digest": "0" * 64})
-    pins.keep(pin.model_copy(update={"files": pin.files | {"model.safetensors": wrong}}))
+    pins.record_pin(pin.model_copy(update={"files": pin.files | {"model.safetensors": wrong}}))
     assert fetched(hub, tmp_path) == str(folder)
     (folder / "model.safetensors").resolve().touch()
     assert "0" * 64 in fetched(hub, tmp_path)
@@ -133,9 +133,9 @@ def test_weights_that_were_not_written_since_are_not_hashed_again(hub: Hub, tmp_
 def test_a_run_that_kept_no_files_asks_the_hub_for_them(hub: Hub, tmp_path: Path) -> None:
     fetched(hub, tmp_path)
     pins, before = HubPins(tmp_path / "job"), files(tmp_path)
-    pin = pins.pin(RepositoryKind.MODEL, MODEL)
+    pin = pins.find_pin(RepositoryKind.MODEL, MODEL)
     assert pin is not None
-    pins.keep(pin.model_copy(update={"files": {}}))
+    pins.record_pin(pin.model_copy(update={"files": {}}))
     fetched(hub, tmp_path)
     assert files(tmp_path) == before
 
@@ -156,15 +156,15 @@ def test_a_run_that_continues_another_has_its_commits_and_keeps_its_own(hub: Hub
     first = fetched(hub, tmp_path)
     hub.model(MODEL).push({**FILES, "config.json": b"[]"})
     (tmp_path / "next").mkdir()
-    HubPins(tmp_path / "next").go_on_with(tmp_path / "job")
+    HubPins(tmp_path / "next").inherit_pins(tmp_path / "job")
     assert fetched(hub, tmp_path, "next") == first
     second = fetched(hub, tmp_path, "another")
     assert second != first
-    HubPins(tmp_path / "another").go_on_with(tmp_path / "job")
+    HubPins(tmp_path / "another").inherit_pins(tmp_path / "job")
     assert fetched(hub, tmp_path, "another") == second
 
 
 def test_a_run_without_commits_has_none_to_give(tmp_path: Path) -> None:
     pins = HubPins(tmp_path / "next")
-    pins.go_on_with(tmp_path / "job")
+    pins.inherit_pins(tmp_path / "job")
     assert not pins.file.exists()

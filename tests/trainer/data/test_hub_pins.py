@@ -48,7 +48,7 @@ def model(folder: Path, name: str) -> Files:
     )  # fmt: skip
     torch.manual_seed(len(name))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     about = json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": [None, "marked.Marked"]}}
     settings.write_text(json.dumps(about | {"tokenizer_class": "Marked"}))
@@ -117,7 +117,7 @@ def test_a_run_that_continues_another_uses_its_weights_data_and_code(
     second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
     hub.asked.clear()
     going_on = {"resumeFrom": "job", "resume": "Run"}
-    reported = runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB).board.run()
+    reported = runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB).board.read_run()
     assert (tmp_path / "home-1/ran").read_text().split().count("second") == 0
     assert not any(commit in " ".join(hub.asked) for commit in second)
     pinned = json.loads((tmp_path / "volume/next/hub.json").read_text())["repositories"]
@@ -139,20 +139,20 @@ def pin(name: str, commit: str, revision: str | None = None) -> PinnedRepository
 
 def test_a_pin_is_for_one_name_of_one_kind_in_one_revision(tmp_path: Path) -> None:
     pins = HubPins(tmp_path)
-    pins.keep(pin("team/a", "1"))
-    pins.keep(pin("team/a", "2", "v2"))
+    pins.record_pin(pin("team/a", "1"))
+    pins.record_pin(pin("team/a", "2", "v2"))
     again = HubPins(tmp_path)
-    assert again.pin(RepositoryKind.MODEL, "team/a") == pin("team/a", "1")
-    assert again.pin(RepositoryKind.MODEL, "team/a", "v2") == pin("team/a", "2", "v2")
-    assert again.pin(RepositoryKind.MODEL, "team/b") is None
-    assert again.pin(RepositoryKind.DATASET, "team/a") is None
-    assert again.commits() == tuple(
+    assert again.find_pin(RepositoryKind.MODEL, "team/a") == pin("team/a", "1")
+    assert again.find_pin(RepositoryKind.MODEL, "team/a", "v2") == pin("team/a", "2", "v2")
+    assert again.find_pin(RepositoryKind.MODEL, "team/b") is None
+    assert again.find_pin(RepositoryKind.DATASET, "team/a") is None
+    assert again.list_commits() == tuple(
         HubCommit(kind=RepositoryKind.MODEL, name="team/a", commit=commit * 40) for commit in ("1", "2")
     )
 
 
 def test_a_run_that_uses_nothing_of_the_hub_has_no_commits(tmp_path: Path) -> None:
-    assert HubPins(tmp_path).commits() is None
+    assert HubPins(tmp_path).list_commits() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"repositories": [{"name": "a"}]}', b'{"pins": []}'], ids=repr)
@@ -160,7 +160,7 @@ def test_pins_that_cannot_be_read_end_the_run_and_are_never_taken_for_none(tmp_p
     pins = HubPins(tmp_path)
     pins.file.write_bytes(content)
     with pytest.raises(BadConfiguration, match=r"hub\.json does not say which commits"):
-        pins.pin(RepositoryKind.MODEL, "team/a")
+        pins.find_pin(RepositoryKind.MODEL, "team/a")
 
 
 @pytest.mark.parametrize(

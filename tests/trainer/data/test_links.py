@@ -13,20 +13,20 @@ import torch
 from moejob_api.job.model import DataFormat, Dataset, Model
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_trainer.conversion.templates import copy_beside
+from moejob_trainer.conversion.templates import copy_config_and_tokenizer
 from moejob_trainer.data import tiny
-from moejob_trainer.data.sources import records, source_files
-from moejob_trainer.data.tokenizers import tokenizer
+from moejob_trainer.data.sources import read_records, source_files
+from moejob_trainer.data.tokenizers import load_tokenizer
 from moejob_trainer.errors import BadData
-from moejob_trainer.model.pretrained import fetch
+from moejob_trainer.model.pretrained import fetch_model
 
-CONFIG = catalog.config("moejob/tiny-moe") or {}
+CONFIG = catalog.find_config("moejob/tiny-moe") or {}
 ENVIRON = Path("/proc/self/environ")
 
 
 def model(folder: Path) -> Path:
     """A model without weights."""
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
@@ -38,19 +38,20 @@ def _data(folder: Path) -> Dataset:
 def copied(template: Path, target: Path) -> list[str]:
     """Names of the files that go beside exported weights."""
     target.mkdir()
-    copy_beside(template, target, shape_of(CONFIG), torch.float32)
+    copy_config_and_tokenizer(template, target, shape_of(CONFIG), torch.float32)
     return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize(
     "read",
     [
-        pytest.param(lambda folder: fetch(Model(source=str(folder)), folder.parent), id="model"),
-        pytest.param(lambda folder: tokenizer(str(folder)), id="tokenizer"),
-        pytest.param(lambda folder: records(_data(folder)), id="data"),
+        pytest.param(lambda folder: fetch_model(Model(source=str(folder)), folder.parent), id="model"),
+        pytest.param(lambda folder: load_tokenizer(str(folder)), id="tokenizer"),
+        pytest.param(lambda folder: read_records(_data(folder)), id="data"),
         pytest.param(lambda folder: source_files(_data(folder)), id="files of data"),
         pytest.param(
-            lambda folder: tokenizer(f"pvc://{folder.parent.name}/{folder.name}", claims=folder.parents[1]), id="claim"
+            lambda folder: load_tokenizer(f"pvc://{folder.parent.name}/{folder.name}", claims=folder.parents[1]),
+            id="claim",
         ),
     ],
 )
@@ -68,7 +69,7 @@ def test_links_inside_of_a_folder_and_to_it_are_followed(tmp_path: Path) -> None
     (folder / "tokenizer.json").rename(folder / "kept.json")
     (folder / "tokenizer.json").symlink_to("kept.json")
     (tmp_path / "latest").symlink_to(folder)
-    assert tokenizer(str(tmp_path / "latest")).get_vocab() == tiny.tokenizer().get_vocab()
+    assert load_tokenizer(str(tmp_path / "latest")).get_vocab() == tiny.build_tokenizer().get_vocab()
     assert "tokenizer.json" in copied(tmp_path / "latest", tmp_path / "export")
     assert not (tmp_path / "export/tokenizer.json").is_symlink()
 
@@ -80,12 +81,12 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path: 
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(Path("../../blobs", str(number)))
-    assert fetch(Model(source=str(snapshot)), tmp_path) == snapshot
-    assert tokenizer(str(snapshot)).get_vocab() == tiny.tokenizer().get_vocab()
+    assert fetch_model(Model(source=str(snapshot)), tmp_path) == snapshot
+    assert load_tokenizer(str(snapshot)).get_vocab() == tiny.build_tokenizer().get_vocab()
     assert copied(snapshot, tmp_path / "export") == sorted(path.name for path in snapshot.iterdir())
     (snapshot / "vocab.txt").symlink_to("../../../models--other--model/blobs/0")
     with pytest.raises(BadData, match=r"vocab\.txt leads to"):
-        fetch(Model(source=str(snapshot)), tmp_path)
+        fetch_model(Model(source=str(snapshot)), tmp_path)
 
 
 @pytest.mark.parametrize("link", ["tokenizer.model", "additional_chat_templates"])
@@ -116,9 +117,9 @@ def test_an_export_copies_regular_files_of_known_names_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "read",
     [
-        pytest.param(lambda folder: fetch(Model(source=str(folder)), folder.parent), id="model"),
-        pytest.param(lambda folder: tokenizer(str(folder)), id="tokenizer"),
-        pytest.param(lambda folder: records(_data(folder)), id="data"),
+        pytest.param(lambda folder: fetch_model(Model(source=str(folder)), folder.parent), id="model"),
+        pytest.param(lambda folder: load_tokenizer(str(folder)), id="tokenizer"),
+        pytest.param(lambda folder: read_records(_data(folder)), id="data"),
     ],
 )
 @pytest.mark.parametrize("name", ["model/vocab.txt", "model/more", "model"])

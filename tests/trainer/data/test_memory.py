@@ -18,12 +18,12 @@ import pytest
 
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_trainer.data import corpus, prompt_corpus
-from moejob_trainer.data.corpus import Corpus, Report
+from moejob_trainer.data.corpus import Corpus, CorpusReport
 from moejob_trainer.data.encoding import Sample
-from moejob_trainer.data.prepared_folder import finish
+from moejob_trainer.data.prepared_folder import write_report
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.data.sources import records
+from moejob_trainer.data.sources import read_records
 from trainer.hub import serving
 
 MIB = 2**20
@@ -74,7 +74,7 @@ def test_records_are_read_one_after_another(tmp_path: Path, kind: str) -> None:
 
     def count() -> None:
         nonlocal found
-        found = sum(1 for _ in records(dataset))
+        found = sum(1 for _ in read_records(dataset))
 
     taken = peak(count)
     assert found == 10_000
@@ -87,11 +87,11 @@ import json, sys
 from moejob_api.job.model import Dataset
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.data.sources import records
+from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
 for asked in json.load(sys.stdin):
     try:
-        found = [record.fields["text"] for record in records(Dataset.model_validate_json(json.dumps(asked)))]
+        found = [record.fields["text"] for record in read_records(Dataset.model_validate_json(json.dumps(asked)))]
     except BadData as refused:
         found = str(refused)
     print(json.dumps(found))
@@ -133,7 +133,7 @@ def test_a_streamed_set_of_the_hub_leaves_none_of_its_files_on_the_disk(tmp_path
 def test_prepared_documents_take_24_bytes_each_while_they_are_written(tmp_path: Path) -> None:
     count = 100_000
     one = Sample(np.arange(3, dtype=np.int32), np.ones(3, dtype=np.bool_))
-    taken = peak(lambda: corpus.write(tmp_path, (one for _ in range(count))))
+    taken = peak(lambda: corpus.write_documents(tmp_path, (one for _ in range(count))))
     # An array grows by an eighth at a time, and moves when it does.
     assert taken < 24 * count * 2.5 + MIB
 
@@ -141,24 +141,24 @@ def test_prepared_documents_take_24_bytes_each_while_they_are_written(tmp_path: 
 def test_prepared_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
     tokens = 2_000
     one = Sample(np.arange(tokens, dtype=np.int32), np.ones(tokens, dtype=np.bool_))
-    documents, total, trained = corpus.write(tmp_path, (one for _ in range(5_000)))
+    documents, total, trained = corpus.write_documents(tmp_path, (one for _ in range(5_000)))
     assert (documents, total, trained) == (5_000, 5_000 * tokens, 5_000 * tokens)
-    finish(tmp_path, Report("a", "train", "f", documents, documents, 0, 0, 0, total, trained))
+    write_report(tmp_path, CorpusReport("a", "train", "f", documents, documents, 0, 0, 0, total, trained))
     opened: list[Corpus] = []
     # 50 MB of tokens and marks; lengths, checksums and starts are 32 bytes a document.
     assert peak(lambda: opened.append(Corpus(tmp_path))) < MIB
-    assert peak(lambda: opened[0].document(4_999)) < MIB
-    assert (opened[0].document(4_999).tokens == one.tokens).all()
+    assert peak(lambda: opened[0].read_document(4_999)) < MIB
+    assert (opened[0].read_document(4_999).tokens == one.tokens).all()
 
 
 def test_prompts_are_mapped_and_not_held(tmp_path: Path) -> None:
     count = 5_000
-    one = prompt_corpus.line(Prompt(tuple(range(500)), TEXT, {"answer": TEXT}, "line 1"))
+    one = prompt_corpus.encode_prompt_line(Prompt(tuple(range(500)), TEXT, {"answer": TEXT}, "line 1"))
     written: list[tuple[int, str]] = []
     # 30 MB of lines, of which 16 bytes each are kept.
-    assert peak(lambda: written.append(prompt_corpus.write(tmp_path, (one for _ in range(count))))) < MIB
-    finish(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
+    assert peak(lambda: written.append(prompt_corpus.write_prompts(tmp_path, (one for _ in range(count))))) < MIB
+    write_report(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
     opened: list[PromptCorpus] = []
     assert peak(lambda: opened.append(PromptCorpus(tmp_path))) < MIB
-    assert peak(lambda: opened[0].prompt(count - 1)) < MIB
-    assert opened[0].prompt(count - 1).text == TEXT
+    assert peak(lambda: opened[0].read_prompt(count - 1)) < MIB
+    assert opened[0].read_prompt(count - 1).text == TEXT

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moejob_trainer.data.prefetch import Prefetched
+from moejob_trainer.data.prefetch import PrefetchIterator
 from moejob_trainer.errors import BadData
 
 DEADLINE_SECONDS = 300
@@ -38,21 +38,21 @@ def prefetching_threads() -> list[threading.Thread]:
 
 
 def test_everything_comes_in_order_and_ends_with_the_source() -> None:
-    with Prefetched(iter(range(7)), ahead=3) as items:
+    with PrefetchIterator(iter(range(7)), ahead=3) as items:
         assert list(items) == list(range(7))
         assert next(items, None) is None
 
 
 def test_what_is_asked_for_next_is_made_before_it_is_asked_for_and_no_more() -> None:
     source = Source(announced=3)
-    with Prefetched(source, ahead=3) as items:
+    with PrefetchIterator(source, ahead=3) as items:
         assert source.reached.wait(DEADLINE_SECONDS)
         assert source.made == 3
         assert next(items) == 1
 
 
 def test_the_thread_ends_with_the_context_though_much_is_left() -> None:
-    with Prefetched(Source(announced=1), ahead=2) as items:
+    with PrefetchIterator(Source(announced=1), ahead=2) as items:
         assert next(items) == 1
         assert prefetching_threads()
     assert not prefetching_threads()
@@ -63,7 +63,7 @@ def test_what_the_source_raises_reaches_the_reader_after_what_came_before_it_eve
         yield 1
         raise BadData("line 2 is broken")
 
-    with Prefetched(broken(), ahead=3) as items:
+    with PrefetchIterator(broken(), ahead=3) as items:
         assert next(items) == 1
         for _ in range(2):
             with pytest.raises(BadData, match="line 2 is broken"):

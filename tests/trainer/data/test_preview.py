@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from builders import SFT, merged, spec
-from moejob_api.contract.data_preview import DatasetPreview, Extent
+from moejob_api.contract.data_preview import DatasetPreview, PreviewLimits
 from moejob_api.job import Spec
-from moejob_trainer.data.preview import preview
+from moejob_trainer.data.preview import preview_job_data
 from moejob_trainer.errors import BadData
 from trainer.training_data import chat, jsonl
 
@@ -22,7 +22,7 @@ TINY = {"model": {"source": "moejob/tiny-moe"}}
 
 
 def previewed(job: Spec, records: int = 100, examples: int = 2) -> DatasetPreview:
-    return preview(job, Extent(records, examples)).datasets[0]
+    return preview_job_data(job, PreviewLimits(records, examples)).datasets[0]
 
 
 def chats(tmp_path: Path, *answers: str, **data: Any) -> Spec:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from moejob_api.job.model import DataFormat, Dataset, Overlong
+from moejob_api.job.model import DataFormat, Dataset, OverlongSamples
 from moejob_trainer.data import tiny
 from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.data.prompt_preparation import prepare_prompts
-from moejob_trainer.data.prompts import Prompt, prompts
+from moejob_trainer.data.prompts import Prompt, read_prompts
 from moejob_trainer.errors import BadData
 from trainer.training_data import chat, dataset, jsonl, prompt_corpora, recipe, user
 
@@ -23,39 +23,39 @@ def source_of(folder: Path, *records: dict[str, Any] | str) -> Dataset:
 
 
 def read(
-    folder: Path, *records: dict[str, Any] | str, most: int = 64, overlong: Overlong = Overlong.DROP
+    folder: Path, *records: dict[str, Any] | str, most: int = 64, overlong: OverlongSamples = OverlongSamples.DROP
 ) -> tuple[Prompt, ...]:
     """The prompts, which must be the same whether an evaluation holds them or training reads them from the volume."""
     source = source_of(folder, *records)
     using = recipe(source, overlong=overlong)
-    held = prompts(source, using, most)
+    held = read_prompts(source, using, most)
     [corpus] = prompt_corpora(folder / "data", using, most)
-    assert held == tuple(corpus.prompt(number) for number in range(len(corpus)))
+    assert held == tuple(corpus.read_prompt(number) for number in range(len(corpus)))
     return held
 
 
 def test_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
     [prompt] = read(tmp_path, {"prompt": [user("3 + 4")], "answer": "7", "level": 2})
     assert prompt.text == "<|user|>3 + 4<|end|><|assistant|>"
-    assert tiny.tokenizer().decode(list(prompt.tokens)) == prompt.text
+    assert tiny.build_tokenizer().decode(list(prompt.tokens)) == prompt.text
     assert prompt.fields == {"answer": "7", "level": 2}
     assert prompt.place == f"{tmp_path}/prompts.jsonl, line 1"
 
 
 def test_text_is_a_prompt_as_it_is(tmp_path: Path) -> None:
     [prompt] = read(tmp_path, {"prompt": "3 + 4 ="})
-    assert (prompt.text, tiny.tokenizer().decode(list(prompt.tokens))) == ("3 + 4 =", "3 + 4 =")
+    assert (prompt.text, tiny.build_tokenizer().decode(list(prompt.tokens))) == ("3 + 4 =", "3 + 4 =")
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted(tmp_path: Path) -> None:
     source = source_of(tmp_path, {"prompt": "zzzz"}, {"prompt": "zz"})
     [corpus] = prompt_corpora(tmp_path / "data", recipe(source), 3)
-    assert (len(corpus), corpus.prompt(0).text) == (1, "zz")
+    assert (len(corpus), corpus.read_prompt(0).text) == (1, "zz")
     assert (corpus.report.records, corpus.report.prompts, corpus.report.dropped) == (2, 1, 1)
 
 
-@pytest.mark.parametrize("overlong", [Overlong.REFUSE, Overlong.TRUNCATE])
-def test_a_prompt_is_never_cut(tmp_path: Path, overlong: Overlong) -> None:
+@pytest.mark.parametrize("overlong", [OverlongSamples.REFUSE, OverlongSamples.TRUNCATE])
+def test_a_prompt_is_never_cut(tmp_path: Path, overlong: OverlongSamples) -> None:
     with pytest.raises(BadData, match=r"line 1 is a prompt of 4 tokens, room is for 3 .* set overlong to Drop"):
         read(tmp_path, {"prompt": "zzzz"}, most=3, overlong=overlong)
 
@@ -79,12 +79,12 @@ def test_a_prompt_that_makes_no_sense_is_refused(tmp_path: Path, record: dict[st
 def test_data_of_another_format_is_refused() -> None:
     source = dataset("moejob/tiny-sums", DataFormat.TEXT)
     with pytest.raises(BadData, match="has the format Text; GRPO needs Prompts"):
-        prompts(source, recipe(source), 64)
+        read_prompts(source, recipe(source), 64)
 
 
 def test_the_sums_that_come_along_are_asked_as_the_chats_ask_them_and_answered_right() -> None:
     source = dataset(tiny.SUMS, DataFormat.PROMPTS)
-    found = prompts(source, recipe(source), 64)
+    found = read_prompts(source, recipe(source), 64)
     for prompt in found:
         left, _, right = str(prompt.text.removeprefix("<|user|>").partition("<")[0]).split()
         assert prompt.fields["answer"] == str(int(left) + int(right))
@@ -162,11 +162,11 @@ def test_a_prompt_that_is_as_long_as_before_and_another_is_found_when_it_is_read
     lines = folder / "prompts.jsonl"
     lines.write_bytes(lines.read_bytes().replace(b'"answer": 20', b'"answer": 21'))
     corpus = PromptCorpus(folder)
-    assert corpus.prompt(18).fields["answer"] == 19
+    assert corpus.read_prompt(18).fields["answer"] == 19
     with pytest.raises(DamagedData, match="was damaged since it was written; the next start"):
-        corpus.prompt(19)
+        corpus.read_prompt(19)
     [again] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
-    assert PromptCorpus(again).prompt(19).fields["answer"] == 20
+    assert PromptCorpus(again).read_prompt(19).fields["answer"] == 20
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "places.npy", "report.json"])

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from moejob_api.job.model import DataFormat, Dataset, DataShape
-from moejob_trainer.data.sources import records
+from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
 from trainer.training_data import jsonl
 
@@ -29,7 +29,7 @@ def read(source: Path | str, format: str = "Text", **settings: Any) -> list[dict
     shape = settings.pop("shape", None)
     named = None if shape is None else DataShape(shape)
     dataset = Dataset(source=str(source), format=DataFormat(format), shape=named, **settings)
-    return [dict(record.fields) for record in records(dataset)]
+    return [dict(record.fields) for record in read_records(dataset)]
 
 
 def said(role: str, content: str) -> dict[str, str]:

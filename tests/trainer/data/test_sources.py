@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from moejob_api.job.model import DataFormat, Dataset
-from moejob_trainer.data.sources import records
+from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
 from trainer.training_data import jsonl
 
 
 def read(source: Path | str, claims: Path = Path("/claims"), split: str = "train") -> list[tuple[dict[str, Any], str]]:
-    found = records(Dataset(source=str(source), split=split, format=DataFormat.TEXT), claims)
+    found = read_records(Dataset(source=str(source), split=split, format=DataFormat.TEXT), claims)
     return [(dict(record.fields), record.place) for record in found]
 
 
@@ -162,11 +162,11 @@ def test_a_line_of_odd_content_is_named_with_its_file(tmp_path: Path, line: byte
     file = tmp_path / "odd.jsonl"
     file.write_bytes(b'{"text": "whole"}\r\n' + line + b"\n")
     with pytest.raises(BadData, match=f"{file}, {reason}"):
-        [*records(Dataset(source=str(file), format=DataFormat.TEXT))]
+        [*read_records(Dataset(source=str(file), format=DataFormat.TEXT))]
 
 
 def test_whole_pairs_escapes_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     file = tmp_path / "odd.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + rb'{"text": "\ud83d\ude00 \\ud83d \u0000"}' + b"\r\n")
-    (record,) = records(Dataset(source=str(file), format=DataFormat.TEXT))
+    (record,) = read_records(Dataset(source=str(file), format=DataFormat.TEXT))
     assert record.fields == {"text": "\U0001f600 \\ud83d \0"}

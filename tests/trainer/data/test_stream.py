@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from builders import spec
 from moejob_api.job.model import DataFormat
-from moejob_trainer.data.blending import BlendedDataset, Cursor, Key, blended_dataset
+from moejob_trainer.data.blending import BlendedDataset, Cursor, DocumentKey, blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.stream import (
-    Batch,
     BatchShare,
     BatchSize,
+    RankBatch,
     TrainingBatch,
     TrainingData,
     batch_size,
-    evaluation,
+    evaluation_batches,
     sample_count,
 )
 from moejob_trainer.errors import BadData
@@ -46,10 +46,10 @@ def mixed(*sizes: int, weights: Sequence[float] | None = None, seed: int = 1, sh
     return BlendedDataset(sizes, tuple(weights or [1.0] * len(sizes)), seed, shuffle, "print")
 
 
-def sample(source: BlendedDataset, count: int) -> list[Key]:
+def sample(source: BlendedDataset, count: int) -> list[DocumentKey]:
     keys, cursor = [], source.start()
     for _ in range(count):
-        key, cursor = source.sample(cursor)
+        key, cursor = source.sample_document(cursor)
         keys.append(key)
     return keys
 
@@ -59,10 +59,12 @@ def training(lengths: Sequence[int], size: BatchSize, epochs: float | None = Non
     return TrainingData([Lengths(lengths)], source, size, sample_count(source, epochs))  # type: ignore[list-item]
 
 
-def selections(run: TrainingData, most: int = 10_000, start: Cursor | None = None) -> list[tuple[list[Key], Cursor]]:
-    found, cursor = list[tuple[list[Key], Cursor]](), start or run.mixture.start()
+def selections(
+    run: TrainingData, most: int = 10_000, start: Cursor | None = None
+) -> list[tuple[list[DocumentKey], Cursor]]:
+    found, cursor = list[tuple[list[DocumentKey], Cursor]](), start or run.blend.start()
     while len(found) < most:
-        keys, cursor = run.selected(cursor)
+        keys, cursor = run.select_documents(cursor)
         if not keys:
             break
         found.append((keys, cursor))
@@ -125,9 +127,9 @@ def test_a_run_of_epochs_trains_on_each_draw_once(lengths: list[int], rows: int,
     run = training(lengths, BatchSize(rows, 16, packing), epochs)
     batches = selections(run)
     seen = Counter(key.document for keys, _ in batches for key in keys)
-    expected = Counter(key.document for key in sample(run.mixture, max(1, math.ceil(len(lengths) * epochs))))
+    expected = Counter(key.document for key in sample(run.blend, max(1, math.ceil(len(lengths) * epochs))))
     assert seen == expected
-    assert len(batches) == run.steps()
+    assert len(batches) == run.count_steps()
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=80), st.integers(1, 6))
@@ -158,7 +160,7 @@ def test_rows_are_nearly_full_and_no_document_waits_for_long() -> None:
         assert set(before.waiting) <= set(keys)
 
 
-def ids(batch: Batch, run_tokens: dict[tuple[int, ...], int]) -> Counter[int]:
+def ids(batch: RankBatch, run_tokens: dict[tuple[int, ...], int]) -> Counter[int]:
     """Return the documents in the micro batches of one rank, by their tokens."""
     found = Counter[int]()
     for micro in batch.micro_batches:
@@ -169,14 +171,14 @@ def ids(batch: Batch, run_tokens: dict[tuple[int, ...], int]) -> Counter[int]:
 
 
 def names(corpus: Corpus) -> dict[tuple[int, ...], int]:
-    return {tuple(corpus.document(number).tokens.tolist()): number for number in range(len(corpus))}
+    return {tuple(corpus.read_document(number).tokens.tolist()): number for number in range(len(corpus))}
 
 
 def seen_by_all(
     run: TrainingData, plan: BatchPlan, cursor: Cursor | None, steps: int
 ) -> list[tuple[Counter[int], Cursor]]:
     """Documents of each step over all ranks, and the cursor after it."""
-    ranks = [list(islice(run.batches(BatchShare(plan, rank), cursor), steps)) for rank in range(plan.data)]
+    ranks = [list(islice(run.global_batches(BatchShare(plan, rank), cursor), steps)) for rank in range(plan.data)]
     known = names(run.corpora[0])
     return [
         (sum((ids(batch, known) for batch in step), Counter[int]()), step[0].cursor)
@@ -203,7 +205,7 @@ def test_what_a_batch_says_of_itself_is_what_its_micro_batches_hold(tmp_path: Pa
     found = written(tmp_path)
     run = TrainingData(found, blended_dataset(found, recipe().data), PACKED, sample_count=60)
     plan = plan_of(2)
-    ranks: list[list[TrainingBatch]] = [list(run.batches(BatchShare(plan, rank))) for rank in range(2)]
+    ranks: list[list[TrainingBatch]] = [list(run.global_batches(BatchShare(plan, rank))) for rank in range(2)]
     for step in zip(*ranks, strict=True):
         assert len({(batch.loss_weight, batch.documents, batch.tokens, batch.epoch) for batch in step}) == 1
         micro_batches = [micro for batch in step for micro in batch.micro_batches]
@@ -218,7 +220,7 @@ def test_what_a_batch_says_of_itself_is_what_its_micro_batches_hold(tmp_path: Pa
 def test_evaluation_is_every_document_once_and_in_order(tmp_path: Path, packing: bool) -> None:
     found = written(tmp_path)
     plan = plan_of(2, packing)
-    ranks = [list(evaluation(found, BatchSize(8, 16, packing), BatchShare(plan, rank))) for rank in range(2)]
+    ranks = [list(evaluation_batches(found, BatchSize(8, 16, packing), BatchShare(plan, rank))) for rank in range(2)]
     known = names(found[0])
     seen = [sorted(sum((ids(batch, known) for batch in step), Counter[int]())) for step in zip(*ranks, strict=True)]
     assert [number for step in seen for number in step] == list(range(60))
@@ -230,9 +232,9 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
     found = written(tmp_path)
     run = TrainingData(found, blended_dataset(found, recipe().data), PACKED)
     other = TrainingData(found, blended_dataset(found, recipe(seed=43).data), PACKED)
-    cursor = next(iter(run.batches(BatchShare(plan_of(1), 0)))).cursor
+    cursor = next(iter(run.global_batches(BatchShare(plan_of(1), 0)))).cursor
     with pytest.raises(BadData, match=r"its seed or the tokenizer changed since the checkpoint"):
-        next(iter(other.batches(BatchShare(plan_of(1), 0), cursor)))
+        next(iter(other.global_batches(BatchShare(plan_of(1), 0), cursor)))
 
 
 def test_a_cursor_that_cannot_be_read_is_refused() -> None:
@@ -241,7 +243,7 @@ def test_a_cursor_that_cannot_be_read_is_refused() -> None:
 
 
 def test_a_cursor_survives_being_written() -> None:
-    cursor = Cursor((3, 4), (Key(0, 7), Key(1, 2)), "print")
+    cursor = Cursor((3, 4), (DocumentKey(0, 7), DocumentKey(1, 2)), "print")
     assert Cursor.from_json(cursor.as_json()) == cursor
     assert replace(cursor, taken=(3, 5)) != cursor
 
@@ -256,7 +258,7 @@ def test_weights_and_seed_are_part_of_what_a_mixture_is(tmp_path: Path) -> None:
     ]
     mixtures = [blended_dataset(corpora(tmp_path / "out", one), one.data) for one in recipes]
     assert mixtures[0].sizes == (2, 512)
-    assert mixtures[1].shares == (2 / 3, 1 / 3)
+    assert mixtures[1].sampling_shares == (2 / 3, 1 / 3)
     assert len({one.fingerprint for one in mixtures}) == 3
 
 
@@ -271,7 +273,7 @@ def test_a_mixture_of_nothing_is_refused(sizes: tuple[int, ...], weights: tuple[
 
 def test_a_run_without_end_does_not_know_its_steps() -> None:
     with pytest.raises(ValueError, match="does not end by itself"):
-        training([1], PACKED).steps()
+        training([1], PACKED).count_steps()
 
 
 def test_the_size_of_a_batch_follows_from_the_job() -> None:

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moejob_api.job.model import DataFormat
 from moejob_trainer.data import tiny
-from moejob_trainer.data.encoding import RecordKind, Sample, encoder
+from moejob_trainer.data.encoding import RecordKind, Sample, build_encoder
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
 
 def encoded(format: DataFormat, using: PreTrainedTokenizerBase, **fields: Any) -> Sample:  # noqa: A002
-    return encoder(RecordKind(format), using, None)(Record(fields, "texts.jsonl, line 2"))
+    return build_encoder(RecordKind(format), using, None)(Record(fields, "texts.jsonl, line 2"))
 
 
 def words(bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokenizerBase:
@@ -30,14 +30,14 @@ def words(bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokeni
 
 
 def test_of_prompt_and_completion_only_the_completion_and_its_end_are_trained_on() -> None:
-    using = tiny.tokenizer()
+    using = tiny.build_tokenizer()
     sample = encoded(DataFormat.PROMPT_COMPLETION, using, prompt="3 + 4 =", completion=" 7")
     assert using.decode(sample.tokens) == "3 + 4 = 7<|end|>"
-    assert using.decode(sample.tokens[sample.trained]) == " 7<|end|>"
+    assert using.decode(sample.tokens[sample.trained_mask]) == " 7<|end|>"
 
 
 def test_a_prompt_is_tokenized_as_if_the_completion_did_not_exist() -> None:
-    using = tiny.tokenizer()
+    using = tiny.build_tokenizer()
     sample = encoded(DataFormat.PROMPT_COMPLETION, using, prompt="co", completion="unt")
     prompt = using("co")["input_ids"]
     assert sample.tokens[: len(prompt)].tolist() == prompt
@@ -48,7 +48,7 @@ def test_a_prompt_is_tokenized_as_if_the_completion_did_not_exist() -> None:
 def test_all_of_a_text_is_trained_on_but_its_first_token_which_nothing_predicts() -> None:
     sample = encoded(DataFormat.TEXT, words(), text="the cat sat")
     assert sample.tokens.tolist() == [0, 3, 4, 5, 1]
-    assert sample.trained.tolist() == [False, True, True, True, True]
+    assert sample.trained_mask.tolist() == [False, True, True, True, True]
 
 
 def test_a_tokenizer_that_writes_two_parts_differently_apart_is_refused() -> None:
@@ -79,7 +79,7 @@ def test_a_record_that_makes_no_sense_is_refused_with_the_place(
     said: str,
 ) -> None:
     with pytest.raises(BadData, match=said):
-        encoded(format, tiny.tokenizer(), **fields)
+        encoded(format, tiny.build_tokenizer(), **fields)
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

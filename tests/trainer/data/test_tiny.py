@@ -19,8 +19,8 @@ from moejob_trainer.data import tiny
 from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
-from moejob_trainer.data.preparation import prepare
-from moejob_trainer.data.stream import Batch, BatchShare, BatchSize, TrainingData, evaluation
+from moejob_trainer.data.preparation import prepare_datasets
+from moejob_trainer.data.stream import BatchShare, BatchSize, RankBatch, TrainingData, evaluation_batches
 from moejob_trainer.training import MicroBatch
 from trainer.training_data import corpora, recipe
 
@@ -29,7 +29,7 @@ ALONE = BatchShare(BatchPlan(data=1, tokens=256), rank=0)
 
 
 def questions(split: str) -> set[str]:
-    return {message["content"] for fields in tiny.chats(split) for message in asked(fields)}
+    return {message["content"] for fields in tiny.chat_records(split) for message in asked(fields)}
 
 
 def asked(fields: Any) -> list[dict[str, str]]:
@@ -37,7 +37,7 @@ def asked(fields: Any) -> list[dict[str, str]]:
 
 
 def test_the_chats_stay_what_they_are() -> None:
-    written = json.dumps([list(tiny.chats(split)) for split in tiny.splits()])
+    written = json.dumps([list(tiny.chat_records(split)) for split in tiny.split_names()])
     assert hashlib.sha256(written.encode()).hexdigest()[:16] == "750357b29d06e925"
 
 
@@ -45,14 +45,14 @@ def test_no_question_of_the_test_split_is_in_the_training_split() -> None:
     assert len(questions("train")) > 100
     assert len(questions("test")) > 10
     assert not questions("train") & questions("test")
-    sums = {split: {str(fields["prompt"]) for fields in tiny.sums(split)} for split in tiny.splits()}
+    sums = {split: {str(fields["prompt"]) for fields in tiny.sum_records(split)} for split in tiny.split_names()}
     assert len(sums["train"] | sums["test"]) == 36
     assert not sums["train"] & sums["test"]
 
 
 def test_three_of_five_guesses_at_a_sum_are_right() -> None:
-    right = {str(fields["prompt"][0]["content"]): fields["answer"] for fields in _dicts(tiny.sums("train"))}
-    guesses = [[message["content"] for message in fields["messages"]] for fields in _dicts(tiny.guesses("train"))]
+    right = {str(fields["prompt"][0]["content"]): fields["answer"] for fields in _dicts(tiny.sum_records("train"))}
+    guesses = [[message["content"] for message in fields["messages"]] for fields in _dicts(tiny.guess_records("train"))]
     assert len(guesses) == 5 * len(right)
     assert {question for question, _ in guesses} == right.keys()
     are_right = [right[question] == answer for question, answer in guesses]
@@ -69,7 +69,7 @@ def _dicts(records: Iterator[Any]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config: dict[str, Any] = dict(catalog.config("moejob/tiny-moe") or {})
+    config: dict[str, Any] = dict(catalog.find_config("moejob/tiny-moe") or {})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -78,12 +78,12 @@ def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     losses = [
         stepped(model, optimizer, batch)
-        for batch in islice(TrainingData(found, blended_dataset(found, using.data), SIZE).batches(ALONE), 60)
+        for batch in islice(TrainingData(found, blended_dataset(found, using.data), SIZE).global_batches(ALONE), 60)
     ]
     unseen = Dataset(source=tiny.CHATS, split="test", format=DataFormat.CHAT)
-    test_set = [Corpus(path) for path in prepare([unseen], using, tmp_path)]
+    test_set = [Corpus(path) for path in prepare_datasets([unseen], using, tmp_path)]
     with torch.no_grad():
-        test_losses = [float(loss(model, batch)) for batch in evaluation(test_set, SIZE, ALONE)]
+        test_losses = [float(loss(model, batch)) for batch in evaluation_batches(test_set, SIZE, ALONE)]
     # A model that knows nothing has ln 512 = 6.2.
     assert losses[0] > 5.8
     assert sum(losses[-5:]) / 5 < 1.5
@@ -91,7 +91,7 @@ def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> 
     assert max(test_losses) < 4
 
 
-def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: RankBatch) -> float:
     optimizer.zero_grad()
     mean = loss(model, batch)
     mean.backward()
@@ -100,7 +100,7 @@ def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Bat
     return mean.item()
 
 
-def loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+def loss(model: PreTrainedModel, batch: RankBatch) -> torch.Tensor:
     """The mean over the global batch, each document alone in its row."""
     total = torch.zeros(())
     for micro in batch.micro_batches:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from moejob_trainer.data.tokenizers import located, tokenizer
+from moejob_trainer.data.tokenizers import load_tokenizer, locate_source
 from moejob_trainer.errors import BadData
 
-TINY = tiny.tokenizer()
+TINY = tiny.build_tokenizer()
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -24,7 +24,7 @@ def test_any_text_comes_back_from_the_tiny_tokenizer(text: str) -> None:
 
 
 def test_the_tiny_tokenizer_fits_the_tiny_model() -> None:
-    config = catalog.config("moejob/tiny-moe")
+    config = catalog.find_config("moejob/tiny-moe")
     assert config is not None
     assert len(TINY) <= config["vocab_size"]  # type: ignore[operator]
     assert sorted(TINY.get_vocab().values()) == list(range(len(TINY)))
@@ -38,23 +38,23 @@ def test_the_tiny_tokenizer_stays_what_it_is() -> None:
 
 def test_a_tokenizer_that_was_saved_is_the_same_again(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path / "claim" / "model")
-    again = tokenizer("pvc://claim/model", claims=tmp_path)
+    again = load_tokenizer("pvc://claim/model", claims=tmp_path)
     messages = [{"role": "user", "content": "count from 3 to 9"}, {"role": "assistant", "content": "3 4 5"}]
     assert again.apply_chat_template(messages, tokenize=False) == TINY.apply_chat_template(messages, tokenize=False)
     assert again.get_vocab() == TINY.get_vocab()
     assert (again.eos_token_id, again.pad_token_id) == (TINY.eos_token_id, TINY.pad_token_id)
-    assert tokenizer(str(tmp_path / "claim" / "model")).get_vocab() == TINY.get_vocab()
+    assert load_tokenizer(str(tmp_path / "claim" / "model")).get_vocab() == TINY.get_vocab()
 
 
 def test_the_built_in_name_needs_nothing_on_disk() -> None:
-    assert tokenizer("moejob/tiny-moe").get_vocab() == TINY.get_vocab()
+    assert load_tokenizer("moejob/tiny-moe").get_vocab() == TINY.get_vocab()
 
 
 def test_a_claim_is_found_where_it_is_mounted(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    assert located("pvc://models/a/b", tmp_path) == f"{tmp_path}/models/a/b"
-    assert located("pvc://models", tmp_path) == f"{tmp_path}/models"
-    assert located("organization/name", tmp_path) == "organization/name"
+    assert locate_source("pvc://models/a/b", tmp_path) == f"{tmp_path}/models/a/b"
+    assert locate_source("pvc://models", tmp_path) == f"{tmp_path}/models"
+    assert locate_source("organization/name", tmp_path) == "organization/name"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral"])
@@ -63,14 +63,14 @@ def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path: Path, model_type:
     with pytest.raises(
         BadData, match=r"no tokenizer can be read from .*put tokenizer.json and tokenizer_config.json be"
     ):
-        tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_broken_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadData, match=f"no tokenizer can be read from {tmp_path}"):
-        tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_a_broken_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 )
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(BadData, match=said):
-        tokenizer(source, claims=tmp_path)
+        load_tokenizer(source, claims=tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_trainer.distributed.coordination import SingleRank, all_agree, on_all_ranks, on_first_rank
+from moejob_trainer.distributed.coordination import SingleRank, is_true_everywhere, run_on_all_ranks, run_on_first_rank
 from moejob_trainer.distributed.encoding import INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, BadData, Superseded, TransientFailure
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
@@ -16,7 +16,7 @@ def said(outcomes: list[object]) -> list[tuple[type[object], str]]:
 
 def test_rank_0_decides_and_everyone_hears_it() -> None:
     def act(rank: ThreadCoordinator) -> int:
-        return on_first_rank(rank, lambda: 10 + rank.rank, INTEGER)
+        return run_on_first_rank(rank, lambda: 10 + rank.rank, INTEGER)
 
     assert ThreadCoordinators(3).together(act) == [10, 10, 10]
 
@@ -25,12 +25,12 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank() -> None:
     def fail() -> None:
         raise BadConfiguration("the volume is read-only")
 
-    outcomes = ThreadCoordinators(3).together(lambda rank: on_first_rank(rank, fail, NOTHING))
+    outcomes = ThreadCoordinators(3).together(lambda rank: run_on_first_rank(rank, fail, NOTHING))
     assert said(list(outcomes)) == [(BadConfiguration, "the volume is read-only")] * 3
 
 
 def test_results_of_everyone_are_gathered_at_rank_0() -> None:
-    outcomes = ThreadCoordinators(3).together(lambda rank: on_all_ranks(rank, lambda: rank.rank, INTEGER))
+    outcomes = ThreadCoordinators(3).together(lambda rank: run_on_all_ranks(rank, lambda: rank.rank, INTEGER))
     assert outcomes == [[0, 1, 2], [], []]
 
 
@@ -62,17 +62,17 @@ def test_a_failure_of_one_is_a_failure_of_all(
                 raise failures[rank.rank]
             return 0
 
-        return on_all_ranks(rank, one, INTEGER)
+        return run_on_all_ranks(rank, one, INTEGER)
 
     assert said(list(ThreadCoordinators(3).together(act))) == [(kind, message)] * 3
 
 
 @pytest.mark.parametrize(("claims", "together"), [([True] * 3, True), ([True, True, False], False)])
 def test_all_agree_or_none(claims: list[bool], together: bool) -> None:
-    assert ThreadCoordinators(3).together(lambda rank: all_agree(rank, claims[rank.rank])) == [together] * 3
+    assert ThreadCoordinators(3).together(lambda rank: is_true_everywhere(rank, claims[rank.rank])) == [together] * 3
 
 
 def test_one_rank_alone_agrees_with_itself() -> None:
-    assert on_all_ranks(SingleRank(), lambda: 5, INTEGER) == [5]
-    assert on_first_rank(SingleRank(), lambda: 5, INTEGER) == 5
-    assert not all_agree(SingleRank(), False)
+    assert run_on_all_ranks(SingleRank(), lambda: 5, INTEGER) == [5]
+    assert run_on_first_rank(SingleRank(), lambda: 5, INTEGER) == 5
+    assert not is_true_everywhere(SingleRank(), False)

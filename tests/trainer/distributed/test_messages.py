@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from moejob_trainer.distributed import messages
-from moejob_trainer.distributed.encoding import INTEGER, TEXT, Array, BadMessage, decoded, encoded
+from moejob_trainer.distributed.encoding import INTEGER, TEXT, Array, BadMessage, decode_message, encode_message
 from moejob_trainer.distributed.messages import Dtype
 from trainer.worlds import Worlds
 
@@ -43,11 +43,11 @@ def _exchanged() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     expected = [_report(one) for one in range(size)]
-    assert messages.all_gather(_report(rank), REPORT, world) == expected
-    assert messages.gather(_report(rank), REPORT, world) == (expected if rank == 0 else None)
-    assert messages.broadcast(_report(rank), REPORT, world, source=1) == expected[1]
+    assert messages.all_gather_values(_report(rank), REPORT, world) == expected
+    assert messages.gather_values(_report(rank), REPORT, world) == (expected if rank == 0 else None)
+    assert messages.broadcast_value(_report(rank), REPORT, world, source=1) == expected[1]
     assert messages.gather_bytes(b"a" * rank, world) == ([b"", b"a"] if rank == 0 else None)
-    messages.barrier(world)
+    messages.wait_for_group(world)
 
 
 def test_values_of_every_rank_arrive_as_they_were_sent(worlds: Worlds) -> None:
@@ -72,7 +72,7 @@ def _attacked(path: str) -> None:
         dist.all_gather([torch.empty_like(content) for _ in range(2)], content)
         return
     with pytest.raises(BadMessage, match="does not expect"):
-        messages.all_gather("fine", TEXT, dist.group.WORLD)
+        messages.all_gather_values("fine", TEXT, dist.group.WORLD)
 
 
 def test_a_pickle_of_a_peer_is_refused_and_runs_nothing(worlds: Worlds, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def _announced() -> None:
         dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([2**60]))
         return
     with pytest.raises(BadMessage, match=str(2**60)):
-        messages.all_gather("fine", TEXT, dist.group.WORLD)
+        messages.all_gather_values("fine", TEXT, dist.group.WORLD)
 
 
 def test_a_size_beyond_the_bound_takes_no_memory(worlds: Worlds) -> None:
@@ -96,7 +96,7 @@ def test_a_size_beyond_the_bound_takes_no_memory(worlds: Worlds) -> None:
 def _mistaken() -> None:
     wrong: Any = "no number" if dist.get_rank() == 0 else None
     with pytest.raises(BadMessage):
-        messages.broadcast(wrong, INTEGER, dist.group.WORLD)
+        messages.broadcast_value(wrong, INTEGER, dist.group.WORLD)
 
 
 def test_a_value_of_another_type_fails_on_every_rank_alike(worlds: Worlds) -> None:
@@ -105,7 +105,7 @@ def test_a_value_of_another_type_fails_on_every_rank_alike(worlds: Worlds) -> No
 
 def test_a_measurement_that_is_no_number_arrives_as_that() -> None:
     floats = TypeAdapter(list[float])
-    assert isnan(decoded(encoded([float("nan")], floats), floats)[0])
+    assert isnan(decode_message(encode_message([float("nan")], floats), floats)[0])
 
 
 ARRAYS: Mapping[str, Array] = {
@@ -138,7 +138,7 @@ def test_a_rank_that_is_alone_has_its_own_arrays() -> None:
 def _arrays_announced(name: str, dtype: str, shape: list[int]) -> None:
     if dist.get_rank() == 0:
         header: Any = [{"name": name, "dtype": dtype, "shape": shape}]
-        messages.broadcast(header, TypeAdapter(Any), dist.group.WORLD)
+        messages.broadcast_value(header, TypeAdapter(Any), dist.group.WORLD)
         return
     with pytest.raises(BadMessage):
         messages.broadcast_arrays(None, dist.group.WORLD)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
-from moejob_trainer.distributed.peers import PeerPlace, obstacle
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, map_peer_memory
+from moejob_trainer.distributed.peers import PeerPlace, find_obstacle
 from trainer.worlds import Worlds
 
 ON_CPUS = PeerPlace("one")
@@ -32,21 +32,21 @@ OF_THREE = [PeerPlace("one", name, tuple({"a", "b", "c"} - {name})) for name in 
     ],
 )
 def test_ranks_write_to_each_other_only_where_all_of_them_reach_all(places: list[PeerPlace], expected: str) -> None:
-    assert re.search(expected, obstacle(places))
-    assert bool(obstacle(places)) == bool(expected)
+    assert re.search(expected, find_obstacle(places))
+    assert bool(find_obstacle(places)) == bool(expected)
 
 
 def mapped(size_bytes: int) -> tuple[list[float], int]:
     """The first number of each rank's share as this rank sees it, and the rows of three that a share has room for."""
     handle = dist.group.WORLD
-    memory = peer_memory(size_bytes, handle, torch.device("cpu"), FOR_TOKENS)
+    memory = map_peer_memory(size_bytes, handle, torch.device("cpu"), FOR_TOKENS)
     assert memory is not None
-    shares = memory.as_rows(3, torch.bfloat16)
+    shares = memory.view_as_rows(3, torch.bfloat16)
     memory.barrier()
     # Each rank writes to the one behind it.
     shares[(memory.rank + 1) % len(shares)][0] = memory.rank
     memory.barrier()
-    return [share[0, 2].item() for share in shares], memory.rows(3, torch.bfloat16)
+    return [share[0, 2].item() for share in shares], memory.row_capacity(3, torch.bfloat16)
 
 
 def test_what_one_rank_writes_all_ranks_read(worlds: Worlds) -> None:
@@ -54,4 +54,4 @@ def test_what_one_rank_writes_all_ranks_read(worlds: Worlds) -> None:
 
 
 def test_a_rank_that_is_alone_has_no_peers() -> None:
-    assert peer_memory(100, None, torch.device("cpu"), FOR_TOKENS) is None
+    assert map_peer_memory(100, None, torch.device("cpu"), FOR_TOKENS) is None

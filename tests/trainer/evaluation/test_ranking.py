@@ -7,14 +7,16 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from moejob_trainer.evaluation.ranking import Ranking, RankingTerms, ranked
+from moejob_trainer.evaluation.ranking import EvaluationRanking, RankingTerms, add_evaluation
 
 
-def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss", least: float = 0.0) -> Ranking:
+def after(
+    scores: list[float | None], keep: int = 1, measure: str = "evalLoss", least: float = 0.0
+) -> EvaluationRanking:
     """The ranking after evaluations at steps 10, 20, 30 and so on."""
-    ranking = Ranking(measure=measure)
+    ranking = EvaluationRanking(measure=measure)
     for number, score in enumerate(scores, 1):
-        ranking = ranked(ranking, 10 * number, score, RankingTerms(keep, least))
+        ranking = add_evaluation(ranking, 10 * number, score, RankingTerms(keep, least))
     return ranking
 
 
@@ -60,7 +62,7 @@ def test_evaluations_without_an_improvement_are_counted(
 
 
 def test_a_step_that_is_evaluated_again_counts_once() -> None:
-    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, RankingTerms(2))
+    again = add_evaluation(after([3.0, 1.0], keep=2), 20, 4.0, RankingTerms(2))
     assert [(one.step, one.value) for one in again.best] == [(10, 3.0), (20, 4.0)]
 
 
@@ -77,5 +79,5 @@ def test_a_line_names_the_newest_score_and_the_best(scores: list[float | None], 
 
 
 def test_a_ranking_survives_the_checkpoint_that_it_is_in() -> None:
-    ranking, kind = after([3.0, math.nan], keep=2), TypeAdapter(Ranking)
+    ranking, kind = after([3.0, math.nan], keep=2), TypeAdapter(EvaluationRanking)
     assert kind.validate_json(kind.dump_json(ranking, by_alias=True, exclude_none=True)) == ranking

@@ -17,8 +17,10 @@ def test_a_run_stops_early_on_all_ranks_when_its_patience_is_at_an_end() -> None
         job = spec(data=EVALUATED, training={"evalEvery": 10, "earlyStop": stop})
         found = iter([3.0, 2.9, 2.8])
         mine = RankedEvaluations(job, 100, rank, lambda _: {"evalLoss": next(found)} if rank.rank == 0 else {})
-        told = [(mine.metrics(step).get("evaluationsWithoutImprovement"), mine.stopped_at) for step in (10, 20, 30)]
-        return told, mine.as_fields().get("stoppedEarly"), mine.verdict()
+        told = [
+            (mine.evaluate_if_due(step).get("evaluationsWithoutImprovement"), mine.stopped_at) for step in (10, 20, 30)
+        ]
+        return told, mine.as_fields().get("stoppedEarly"), mine.stop_reason()
 
     said = "stopped early at step 30 of 100: 2 evaluations in a row without a better evalLoss than 3 by 0.5"
     assert ThreadCoordinators(2).together(act) == [([(0, None), (1, None), (2, 30)], True, said)] * 2
@@ -28,7 +30,7 @@ def test_a_run_at_its_end_does_not_stop_early() -> None:
     def act(rank: ThreadCoordinator) -> object:
         job = spec(data=EVALUATED, training={"evalEvery": 50, "earlyStop": {"patience": 1}})
         mine = RankedEvaluations(job, 100, rank, lambda step: {"evalLoss": float(step)})
-        return [mine.metrics(step).get("stoppedEarly") for step in (50, 100)]
+        return [mine.evaluate_if_due(step).get("stoppedEarly") for step in (50, 100)]
 
     assert ThreadCoordinators(1).together(act) == [[None, None]]
 
@@ -41,7 +43,12 @@ def evaluations(rank: ThreadCoordinator, found: Mapping[str, float], **sections:
 def test_all_ranks_know_what_the_first_alone_has_measured() -> None:
     def act(rank: ThreadCoordinator) -> tuple[object, ...]:
         mine = evaluations(rank, {"evalLoss": 2.0} if rank.rank == 0 else {}, checkpoint={"keepBest": 1})
-        return mine.metrics(9), mine.is_among_best(9), mine.metrics(10).get("bestStep"), mine.is_among_best(10)
+        return (
+            mine.evaluate_if_due(9),
+            mine.is_among_best(9),
+            mine.evaluate_if_due(10).get("bestStep"),
+            mine.is_among_best(10),
+        )
 
     assert ThreadCoordinators(2).together(act) == [({}, False, 10, True)] * 2
 
@@ -49,7 +56,7 @@ def test_all_ranks_know_what_the_first_alone_has_measured() -> None:
 def test_without_keep_best_no_checkpoint_is_kept_for_its_evaluation() -> None:
     def act(rank: ThreadCoordinator) -> tuple[object, ...]:
         mine = evaluations(rank, {"evalLoss": 2.0})
-        return mine.metrics(10).get("bestStep"), mine.is_among_best(10)
+        return mine.evaluate_if_due(10).get("bestStep"), mine.is_among_best(10)
 
     assert ThreadCoordinators(1).together(act) == [(10, False)]
 

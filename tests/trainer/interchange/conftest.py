@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moejob_trainer.interchange.torch_dist import IndexedKey, Stacks, WrittenTensor, write
+from moejob_trainer.interchange.torch_dist import IndexedKey, PlannedTensor, StackSizes, write_checkpoint
 
 WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -19,7 +19,7 @@ def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     layers = [
-        WrittenTensor(
+        PlannedTensor(
             IndexedKey(WEIGHT, (layer,)),
             (4, 3),
             torch.bfloat16,
@@ -27,6 +27,6 @@ def checkpoint(tmp_path: Path) -> Path:
         )
         for layer in range(3)
     ]
-    embedding = WrittenTensor(IndexedKey(EMBEDDING), (5, 3), torch.float32, lambda: torch.arange(15.0).reshape(5, 3))
-    write(folder, [*layers, embedding], Stacks(3, 0, are_layers_stacked=True))
+    embedding = PlannedTensor(IndexedKey(EMBEDDING), (5, 3), torch.float32, lambda: torch.arange(15.0).reshape(5, 3))
+    write_checkpoint(folder, [*layers, embedding], StackSizes(3, 0, are_layers_stacked=True))
     return folder

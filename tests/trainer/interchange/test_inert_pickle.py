@@ -14,8 +14,8 @@ from fuzzing import damaged, drawn
 from moejob_trainer.interchange import checkpoint_index, stored_tensor
 from moejob_trainer.interchange.inert_pickle import (
     GlobalName,
-    Instance,
-    Pairs,
+    PickledDict,
+    RecordedCall,
     RefusedPickle,
     StoredValue,
     Value,
@@ -24,7 +24,7 @@ from moejob_trainer.interchange.inert_pickle import (
 from trainer.interchange.hostile_pickles import ending, hostile_calls, named, poisoned, text
 
 NAMES = sorted(checkpoint_index.NAMES | stored_tensor.NAMES, key=lambda name: (name.module, name.name))
-OURS = (bool, int, float, str, bytes, tuple, list, type(None), Pairs, GlobalName, Instance, StoredValue)
+OURS = (bool, int, float, str, bytes, tuple, list, type(None), PickledDict, GlobalName, RecordedCall, StoredValue)
 SIZE = GlobalName("torch", "Size")
 
 
@@ -49,9 +49,9 @@ def values_in(value: Value) -> list[object]:
         match last:
             case tuple() | list():
                 waiting += last
-            case Pairs(items=items):
+            case PickledDict(items=items):
                 waiting += items
-            case Instance(arguments=arguments, state=state, items=items):
+            case RecordedCall(arguments=arguments, state=state, items=items):
                 waiting += [arguments, state, items]
             case StoredValue(identifier=identifier):
                 waiting.append(identifier)
@@ -83,7 +83,7 @@ def test_nothing_that_an_allowed_name_leads_to_is_called(name: GlobalName) -> No
             value = read_pickle(content, NAMES)
         except RefusedPickle:
             continue
-        assert isinstance(value, Instance)
+        assert isinstance(value, RecordedCall)
         assert {type(each) for each in values_in(value)} <= {*OURS}
     assert attributes_of(name) == before
 

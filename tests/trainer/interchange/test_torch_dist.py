@@ -19,7 +19,7 @@ from moejob_api.problems import InvalidSpec
 from moejob_trainer.interchange import checkpoint_index
 from moejob_trainer.interchange.checkpoint_index import indexed_tensors
 from moejob_trainer.interchange.inert_pickle import RefusedPickle
-from moejob_trainer.interchange.torch_dist import IndexedKey, TorchDistReader, iteration_folder
+from moejob_trainer.interchange.torch_dist import IndexedKey, TorchDistReader, find_iteration_folder
 from trainer.interchange.conftest import EMBEDDING, WEIGHT
 from trainer.interchange.hostile_pickles import poisons_paths
 
@@ -48,9 +48,9 @@ def test_tensors_are_read_as_they_were_written(checkpoint: Path) -> None:
     assert reader.sizes == {WEIGHT: (3, 4, 3), EMBEDDING: (5, 3)}
     for layer in range(3):
         assert torch.equal(
-            reader.read(IndexedKey(WEIGHT, (layer,))), torch.full((4, 3), layer + 0.5, dtype=torch.bfloat16)
+            reader.read_tensor(IndexedKey(WEIGHT, (layer,))), torch.full((4, 3), layer + 0.5, dtype=torch.bfloat16)
         )
-    assert torch.equal(reader.read(IndexedKey(EMBEDDING)), torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(reader.read_tensor(IndexedKey(EMBEDDING)), torch.arange(15.0).reshape(5, 3))
 
 
 @pytest.mark.parametrize("action", ["remove", "write"])
@@ -146,19 +146,19 @@ def test_a_file_of_tensors_that_cannot_be_read_is_refused(
     damage(checkpoint / "__0_0.distcp")
     reader = TorchDistReader(checkpoint)
     with pytest.raises(InvalidSpec, match=reason):
-        reader.read(IndexedKey(EMBEDDING))
+        reader.read_tensor(IndexedKey(EMBEDDING))
 
 
 def test_a_link_within_the_checkpoint_is_followed(checkpoint: Path) -> None:
     _replace_by_link(checkpoint / "__0_0.distcp")
-    assert torch.equal(TorchDistReader(checkpoint).read(IndexedKey(EMBEDDING)), torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(TorchDistReader(checkpoint).read_tensor(IndexedKey(EMBEDDING)), torch.arange(15.0).reshape(5, 3))
 
 
 def test_an_index_that_promises_a_huge_tensor_takes_no_memory(checkpoint: Path) -> None:
     size = torch.Size((2**20, 2**20))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(_index_of(size=size, sizes=size)))
     with pytest.raises(InvalidSpec, match="for a part that takes 4,398,046,511,104"):
-        TorchDistReader(checkpoint).read(IndexedKey("decoder.weight"))
+        TorchDistReader(checkpoint).read_tensor(IndexedKey("decoder.weight"))
 
 
 def test_an_index_that_takes_more_memory_than_its_size_allows_is_refused(
@@ -176,7 +176,7 @@ def test_an_index_that_takes_more_memory_than_its_size_allows_is_refused(
 def test_a_tracker_names_an_iteration_or_is_refused(tmp_path: Path, newest: str) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(newest)
     with pytest.raises(InvalidSpec, match="neither an iteration nor release"):
-        iteration_folder(tmp_path)
+        find_iteration_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b"\xff", b"{", b'{"sharded_backend": "zarr"}'])

@@ -16,7 +16,7 @@ class HeldHeartbeat(Heartbeat):
     """The heartbeat of a rank that is held where it enters a phase."""
 
     def enter(self, phase: RunPhase) -> None:
-        super().enter(phase)
+        super().enter_phase(phase)
         hold = holding(folder(), phase)
         if not hold.exists():
             return

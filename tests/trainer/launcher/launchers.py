@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from builders import merged, spec
-from moejob_api.contract.pods import Environment, LastWord, PodProgress
-from moejob_trainer.launcher.launch import launch
+from moejob_api.contract.pods import Environment, PodProgress, TerminationMessage
+from moejob_trainer.launcher.launch import launch_pod
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.stop import StopRequest
 from ports import free_port
@@ -72,8 +72,8 @@ class Launcher:
         assert self.process.exitcode is not None, f"launcher {self.index} still runs:\n{self.log.read_text()}"
         return self.process.exitcode
 
-    def word(self) -> LastWord:
-        return LastWord.model_validate_json(self.last_word.read_bytes())
+    def word(self) -> TerminationMessage:
+        return TerminationMessage.model_validate_json(self.last_word.read_bytes())
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -237,5 +237,5 @@ def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None
     os.environ.update(environment)
     os.environ["PYTHONPATH"] = str(TESTS)
     stop = StopRequest()
-    stop.listen()
-    sys.exit(launch(environment, options, stop))
+    stop.listen_for_signals()
+    sys.exit(launch_pod(environment, options, stop))

@@ -96,7 +96,7 @@ def fail() -> int:
 def fail_after_a_checkpoint() -> int:
     heartbeat = start()
     if rank() == 0:
-        heartbeat.report(RunProgress(step=restart(), last_checkpoint_step=restart()))
+        heartbeat.report_run(RunProgress(step=restart(), last_checkpoint_step=restart()))
         return for_ever()
     wait_for(folder() / f"go-{restart()}")
     return 1
@@ -167,7 +167,7 @@ def say_progress() -> int:
     heartbeat = start()
     heartbeat.beat(12)
     if rank() == 0:
-        heartbeat.report(RunProgress(step=12, total_steps=100, loss=2.5, last_checkpoint_step=10))
+        heartbeat.report_run(RunProgress(step=12, total_steps=100, loss=2.5, last_checkpoint_step=10))
     return for_ever()
 
 

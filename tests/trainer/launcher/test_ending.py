@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import TERMINATION_BYTES, PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import HubCommit, RepositoryKind
-from moejob_api.recovery.restarts import Cause
+from moejob_api.recovery.restarts import FailureCause
 from moejob_trainer.launcher.ending import (
     Ending,
     FailureOrigin,
     Fault,
-    blamed,
-    ending_by,
-    ending_without,
-    exit_code,
-    last_word,
+    blamed_rank,
+    build_termination,
+    ending_by_fault,
+    ending_without_pod,
+    launcher_exit_code,
 )
-from moejob_trainer.launcher.termination_message import truncated
+from moejob_trainer.launcher.termination_message import fit_termination
 
-FAULT = Fault(Cause.RANK_FAILED, "rank 5 was killed", rank=5, exit_code=-9, step=12)
+FAULT = Fault(FailureCause.RANK_FAILED, "rank 5 was killed", rank=5, exit_code=-9, step=12)
 
 
 def before(in_place: int, checkpoint: int | None = None) -> Ending:
-    return Ending(pod=0, token="a", cause=Cause.RANK_FAILED, message="", in_place=in_place, checkpoint=checkpoint)
+    return Ending(
+        pod=0, token="a", cause=FailureCause.RANK_FAILED, message="", in_place=in_place, checkpoint=checkpoint
+    )
 
 
 def origin(checkpoint: int | None = None, *, is_stopping: bool = False) -> FailureOrigin:
@@ -33,19 +35,25 @@ def origin(checkpoint: int | None = None, *, is_stopping: bool = False) -> Failu
 @pytest.mark.parametrize(
     ("ending", "in_place", "leaves", "delay"),
     [
-        pytest.param(ending_by(origin(), FAULT, None), 1, False, 0.0, id="first failure"),
-        pytest.param(ending_by(origin(), FAULT, before(1)), 2, False, 2.0, id="second"),
-        pytest.param(ending_by(origin(), FAULT, before(2)), 2, True, 2.0, id="third"),
-        pytest.param(ending_by(origin(10), FAULT, before(2)), 1, False, 0.0, id="third, first checkpoint before it"),
-        pytest.param(ending_by(origin(20), FAULT, before(2, 10)), 1, False, 0.0, id="third, newer checkpoint"),
-        pytest.param(ending_by(origin(10), FAULT, before(2, 10)), 2, True, 2.0, id="third, same checkpoint"),
-        pytest.param(ending_by(origin(5), FAULT, before(2, 10)), 2, True, 2.0, id="third, older checkpoint"),
-        pytest.param(ending_by(origin(is_stopping=True), FAULT, None), 0, True, 0.0, id="while stopping"),
+        pytest.param(ending_by_fault(origin(), FAULT, None), 1, False, 0.0, id="first failure"),
+        pytest.param(ending_by_fault(origin(), FAULT, before(1)), 2, False, 2.0, id="second"),
+        pytest.param(ending_by_fault(origin(), FAULT, before(2)), 2, True, 2.0, id="third"),
         pytest.param(
-            ending_by(origin(), Fault(Cause.BAD_CONFIGURATION, ""), None), 0, True, 0.0, id="bad configuration"
+            ending_by_fault(origin(10), FAULT, before(2)), 1, False, 0.0, id="third, first checkpoint before it"
         ),
-        pytest.param(ending_without(3, origin(), "gone", before(1)), 1, True, 0.0, id="another pod is gone"),
-        pytest.param(ending_without(3, origin(9), "gone", before(1)), 0, True, 0.0, id="gone after a checkpoint"),
+        pytest.param(ending_by_fault(origin(20), FAULT, before(2, 10)), 1, False, 0.0, id="third, newer checkpoint"),
+        pytest.param(ending_by_fault(origin(10), FAULT, before(2, 10)), 2, True, 2.0, id="third, same checkpoint"),
+        pytest.param(ending_by_fault(origin(5), FAULT, before(2, 10)), 2, True, 2.0, id="third, older checkpoint"),
+        pytest.param(ending_by_fault(origin(is_stopping=True), FAULT, None), 0, True, 0.0, id="while stopping"),
+        pytest.param(
+            ending_by_fault(origin(), Fault(FailureCause.BAD_CONFIGURATION, ""), None),
+            0,
+            True,
+            0.0,
+            id="bad configuration",
+        ),
+        pytest.param(ending_without_pod(3, origin(), "gone", before(1)), 1, True, 0.0, id="another pod is gone"),
+        pytest.param(ending_without_pod(3, origin(9), "gone", before(1)), 0, True, 0.0, id="gone after a checkpoint"),
     ],
 )
 def test_restarts_in_place_are_few_and_forgiven_by_a_checkpoint(
@@ -55,9 +63,9 @@ def test_restarts_in_place_are_few_and_forgiven_by_a_checkpoint(
 
 
 def test_the_newest_checkpoint_is_remembered() -> None:
-    assert ending_by(origin(5), FAULT, before(1, 10)).checkpoint == 10
-    assert ending_by(origin(15), FAULT, before(1, 10)).checkpoint == 15
-    assert ending_by(origin(), FAULT, None).checkpoint is None
+    assert ending_by_fault(origin(5), FAULT, before(1, 10)).checkpoint == 10
+    assert ending_by_fault(origin(15), FAULT, before(1, 10)).checkpoint == 15
+    assert ending_by_fault(origin(), FAULT, None).checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -70,31 +78,31 @@ def test_the_newest_checkpoint_is_remembered() -> None:
     ],
 )
 def test_the_rank_that_explains_the_others_is_blamed(exits: dict[int, int], expected: int) -> None:
-    assert blamed(exits) == expected
+    assert blamed_rank(exits) == expected
 
 
 @pytest.mark.parametrize(
     ("cause", "outcome", "code"),
     [
-        pytest.param(Cause.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION, 78, id="bad configuration"),
-        pytest.param(Cause.HUNG, Outcome.HUNG, 1, id="hung"),
-        pytest.param(Cause.RANK_FAILED, Outcome.RANK_FAILED, 1, id="rank failed"),
+        pytest.param(FailureCause.BAD_CONFIGURATION, PodOutcome.BAD_CONFIGURATION, 78, id="bad configuration"),
+        pytest.param(FailureCause.HUNG, PodOutcome.HUNG, 1, id="hung"),
+        pytest.param(FailureCause.RANK_FAILED, PodOutcome.RANK_FAILED, 1, id="rank failed"),
     ],
 )
-def test_a_launcher_leaves_as_the_contract_says(cause: Cause, outcome: Outcome, code: int) -> None:
+def test_a_launcher_leaves_as_the_contract_says(cause: FailureCause, outcome: PodOutcome, code: int) -> None:
     fault = Fault(cause, "why", rank=4, exit_code=3, step=9)
-    assert exit_code(fault) == code
-    assert last_word(fault) == LastWord(outcome=outcome, message="why", rank=4, exit_code=3, step=9)
+    assert launcher_exit_code(fault) == code
+    assert build_termination(fault) == TerminationMessage(outcome=outcome, message="why", rank=4, exit_code=3, step=9)
 
 
 @pytest.mark.parametrize(
     "letter", ["a", "\u00e9", "\U0001f600", "\x01", '"'], ids=["ascii", "two", "four", "escape", "quote"]
 )
 def test_a_last_word_fits_into_what_kubernetes_keeps(letter: str) -> None:
-    word = LastWord(outcome=Outcome.RANK_FAILED, message=letter * 2048, rank=1)
-    text = truncated(word)
+    word = TerminationMessage(outcome=PodOutcome.RANK_FAILED, message=letter * 2048, rank=1)
+    text = fit_termination(word)
     assert len(text) <= TERMINATION_BYTES
-    kept = LastWord.model_validate_json(text).message
+    kept = TerminationMessage.model_validate_json(text).message
     assert word.message.startswith(kept)
     assert len(kept) >= 600
 
@@ -115,12 +123,14 @@ def commits(count: int, name: str = "team/data-set-of-some-length") -> tuple[Hub
     ],
 )
 def test_a_termination_message_has_all_commits_of_the_hub_or_none(message: str, count: int, kept: int) -> None:
-    word = LastWord.model_construct(
-        outcome=Outcome.COMPLETED, message=message, run=RunProgress(step=7, total_steps=7, hub_commits=commits(count))
+    word = TerminationMessage.model_construct(
+        outcome=PodOutcome.COMPLETED,
+        message=message,
+        run=RunProgress(step=7, total_steps=7, hub_commits=commits(count)),
     )
-    text = truncated(word)
+    text = fit_termination(word)
     assert len(text) <= TERMINATION_BYTES
-    read = LastWord.model_validate_json(text)
+    read = TerminationMessage.model_validate_json(text)
     assert read.run is not None
     assert (read.run.step, len(read.run.hub_commits or ())) == (7, kept)
     assert len(read.message) >= min(len(message), 512)

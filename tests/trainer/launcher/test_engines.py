@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from builders import spec
-from moejob_api.contract.pod_environment import from_environment, spec_text
+from moejob_api.contract.pod_environment import read_environment, spec_text
 from moejob_api.contract.pods import Environment
 from moejob_trainer.launcher.engine_processes import engine_commands
 from moejob_trainer.launcher.pod import TrainerPod
@@ -108,7 +108,7 @@ def test_engines_follow_from_the_job(
     index = 2 if "resources" not in sections else 4
     given = Gang(Path("/run"), nodes=5, ranks=4, engine=Path(sys.executable)).environment(index, attempt=1)
     text = spec_text(spec(method="GRPO", **sections))
-    pod = from_environment(TrainerPod, given | {Environment.SPEC: text, Environment.PROGRESS_PORT: "9400"})
+    pod = read_environment(TrainerPod, given | {Environment.SPEC: text, Environment.PROGRESS_PORT: "9400"})
     environ = {"PYTHONPATH": "trainer", "HOME": "/"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     commands = engine_commands(pod, environ)
     seen = [

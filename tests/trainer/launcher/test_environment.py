@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract.pod_environment import BadEnvironment, from_environment
-from moejob_api.contract.pods import LastWord, Outcome
+from moejob_api.contract.pod_environment import BadEnvironment, read_environment
+from moejob_api.contract.pods import PodOutcome, TerminationMessage
 from moejob_trainer.launcher.pod import TrainerPod
 from trainer.launcher.launchers import Gang
 
@@ -21,8 +21,8 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def test_a_pod_is_what_its_environment_says() -> None:
-    pod = from_environment(TrainerPod, environment())
-    assert (pod.attempt, pod.index, pod.nodes, pod.world, pod.first_rank) == (7, 2, 4, 32, 16)
+    pod = read_environment(TrainerPod, environment())
+    assert (pod.attempt, pod.index, pod.nodes, pod.world_size, pod.first_rank) == (7, 2, 4, 32, 16)
     assert (pod.run_folder, pod.progress_port) == (Path("/nowhere/run"), 9400)
     assert pod.spec.training.max_steps == 100
     assert not pod.is_first
@@ -38,7 +38,7 @@ def test_a_pod_is_what_its_environment_says() -> None:
     ],
 )
 def test_only_a_run_on_one_machine_listens_on_loopback(host: str, expected: str) -> None:
-    assert from_environment(TrainerPod, environment(MOEJOB_HOST=host)).listens_on == expected
+    assert read_environment(TrainerPod, environment(MOEJOB_HOST=host)).listens_on == expected
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_only_a_run_on_one_machine_listens_on_loopback(host: str, expected: str)
 )
 def test_what_is_wrong_is_named(changes: dict[str, str | None], said: str) -> None:
     with pytest.raises(BadEnvironment) as raised:
-        from_environment(TrainerPod, environment(**changes))
+        read_environment(TrainerPod, environment(**changes))
     assert said in str(raised.value)
 
 
 def test_everything_that_is_wrong_is_named_at_once() -> None:
     with pytest.raises(BadEnvironment, match="MOEJOB_UID is not set; MOEJOB_HOST is not set"):
-        from_environment(TrainerPod, environment(MOEJOB_UID=None, MOEJOB_HOST=None))
+        read_environment(TrainerPod, environment(MOEJOB_UID=None, MOEJOB_HOST=None))
 
 
 def test_the_command_ends_with_78_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_the_command_ends_with_78_and_says_what_is_missing(tmp_path: Path) -> No
     bare = {name: value for name, value in os.environ.items() if not name.startswith("MOEJOB_")}
     command = [sys.executable, "-m", "moejob_trainer.launcher", "--last-word", str(word)]
     assert subprocess.run(command, env=bare, check=False).returncode == 78
-    said = LastWord.model_validate_json(word.read_bytes())
-    assert said.outcome is Outcome.BAD_CONFIGURATION
+    said = TerminationMessage.model_validate_json(word.read_bytes())
+    assert said.outcome is PodOutcome.BAD_CONFIGURATION
     assert "MOEJOB_SPEC is not set" in said.message

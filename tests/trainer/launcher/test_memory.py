@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from builders import spec
-from moejob_trainer.launcher.memory import kills_for_memory, pinning_trouble
+from moejob_trainer.launcher.memory import count_memory_kills, pinning_trouble
 
 CARDS = {"rdma": {"resource": "rdma/hca", "count": 8}}
 
@@ -26,7 +26,7 @@ def test_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, file: s
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    assert kills_for_memory(tmp_path) == kills
+    assert count_memory_kills(tmp_path) == kills
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract.pods import Outcome, PodProgress
-from moejob_trainer.checkpoints import RunOwner, own_run_folder
+from moejob_api.contract.pods import PodOutcome, PodProgress
+from moejob_trainer.checkpoints import RunOwner, acquire_run_folder
 from moejob_trainer.runtime.fencing import Fence
 from trainer.launcher.launchers import Gang, eventually, gone, lives
 
@@ -23,7 +23,7 @@ def test_ranks_that_end_well_end_the_launcher_with_0(gang: Make) -> None:
     job = gang(logs=True)
     launcher = job.start("finish")
     assert launcher.exit_code() == 0, launcher.log.read_text()
-    assert launcher.word().outcome is Outcome.COMPLETED
+    assert launcher.word().outcome is PodOutcome.COMPLETED
     assert "[rank 1] hello from 1" in launcher.log.read_text()
     assert (job.run_folder / "logs" / "rank-0.log").read_text() == "hello from 0\n"
 
@@ -57,7 +57,7 @@ def test_bad_configuration_passes_at_once_with_the_line_that_says_why(gang: Make
     launcher = job.start("refuse")
     assert launcher.exit_code() == 78
     word = launcher.word()
-    assert (word.outcome, word.rank, word.exit_code) == (Outcome.BAD_CONFIGURATION, 1, 78)
+    assert (word.outcome, word.rank, word.exit_code) == (PodOutcome.BAD_CONFIGURATION, 1, 78)
     assert word.message == "data.train[0]: no such file"
     gone(job.pids())
 
@@ -66,7 +66,7 @@ def test_a_module_that_is_not_installed_is_named_and_ends_the_job_at_once(gang: 
     launcher = gang().start("begin")
     assert launcher.exit_code() == 78
     word = launcher.word()
-    assert word.outcome is Outcome.BAD_CONFIGURATION
+    assert word.outcome is PodOutcome.BAD_CONFIGURATION
     assert "has no module a_requirement_that_is_not_installed, which trainer.launcher.incomplete" in word.message
     assert launcher.log.read_text().count("ranks started") == 1
 
@@ -75,7 +75,7 @@ def test_ranks_that_fail_for_the_third_time_without_a_checkpoint_end_the_launche
     launcher = gang().start("fail")
     assert launcher.exit_code() == 1
     word = launcher.word()
-    assert (word.outcome, word.rank, word.exit_code) == (Outcome.RANK_FAILED, 1, 1)
+    assert (word.outcome, word.rank, word.exit_code) == (PodOutcome.RANK_FAILED, 1, 1)
     assert word.message.endswith("ValueError: loss is not finite")
     assert launcher.log.read_text().count("ranks started") == 3
 
@@ -100,7 +100,7 @@ def test_a_request_to_stop_waits_for_the_save_and_passes_143(gang: Make) -> None
     assert all(lives(pid) for pid in job.pids())
     job.allow("saved")
     assert launcher.exit_code() == 143
-    assert (launcher.word().outcome, launcher.word().step) == (Outcome.PREEMPTED, 7)
+    assert (launcher.word().outcome, launcher.word().step) == (PodOutcome.PREEMPTED, 7)
 
 
 def test_a_save_that_outlasts_the_grace_period_is_cut_off_and_said_to_be_lost(gang: Make) -> None:
@@ -138,7 +138,7 @@ def test_a_pod_that_waits_for_others_stops_as_asked(gang: Make) -> None:
     eventually(lambda: "arrived" in launcher.log.read_text(), "the arrival")
     launcher.signal(signal.SIGTERM)
     assert launcher.exit_code() == 143
-    assert launcher.word().outcome is Outcome.PREEMPTED
+    assert launcher.word().outcome is PodOutcome.PREEMPTED
 
 
 def test_a_silent_rank_is_restarted_and_named(gang: Make) -> None:
@@ -164,7 +164,7 @@ def test_a_rank_that_loads_for_longer_than_the_deadline_is_left_alone(gang: Make
 def test_ranks_that_fall_silent_again_and_again_end_the_launcher_as_hung(gang: Make) -> None:
     launcher = gang(progress_deadline=1).start("work")
     assert launcher.exit_code() == 1
-    assert launcher.word().outcome is Outcome.HUNG
+    assert launcher.word().outcome is PodOutcome.HUNG
     assert launcher.word().message.endswith("silent for 1 s")
 
 
@@ -219,7 +219,7 @@ def test_a_fork_server_that_is_lost_each_time_ends_the_launcher_with_the_reason(
     launcher = job.start("finish")
     assert launcher.exit_code() == 1
     word = launcher.word()
-    assert word.outcome is Outcome.RANK_FAILED
+    assert word.outcome is PodOutcome.RANK_FAILED
     assert "imports trainer.launcher.lost_imports was killed by signal 9 meanwhile, 3 times in a row" in word.message
 
 
@@ -343,7 +343,7 @@ def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
     assert job.start("finish").exit_code() == 0
     late = job.start("finish", attempt=1)
     assert late.exit_code() == 1
-    assert late.word().outcome is Outcome.LOST_PEERS
+    assert late.word().outcome is PodOutcome.LOST_PEERS
     assert "belongs to attempt 2, restart 0 now" in late.word().message
 
 
@@ -355,14 +355,14 @@ def test_ranks_are_not_started_again_once_an_attempt_with_another_secret_has_the
     held = later.acquire(4, 0)
     os.kill(job.pids()[1], signal.SIGKILL)
     assert launcher.exit_code() == 1
-    assert launcher.word().outcome is Outcome.LOST_PEERS
+    assert launcher.word().outcome is PodOutcome.LOST_PEERS
     assert "not held by attempt 3, restart 0 any more" in launcher.word().message
     assert later.is_ours(held)
 
 
 def test_a_run_folder_of_another_job_is_not_even_claimed(gang: Make) -> None:
     job = gang(attempt=2)
-    own_run_folder(job.run_folder, RunOwner(job="another", uid="5678"))
+    acquire_run_folder(job.run_folder, RunOwner(job="another", uid="5678"))
     fence = Fence(job.run_folder, b"theirs")
     theirs = fence.acquire(1, 0)
     launcher = job.start("finish")

@@ -22,7 +22,7 @@ def test_a_line_without_an_end_is_passed_on_in_pieces(
         _write_all(end.fileno(), b"x" * SIZE)
         end.close()
     last = output.last_line(3)
-    output.finish()
+    output.read_to_end()
     pieces = (tmp_path / "rank-3.log").read_bytes().splitlines()
     assert sum(map(len, pieces)) == 2 * SIZE
     assert max(map(len, pieces)) < _LONGEST_LINE + _CHUNK

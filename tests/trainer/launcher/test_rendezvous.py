@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_api.contract.pod_environment import from_environment
-from moejob_api.recovery.restarts import Cause
-from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
+from moejob_api.contract.pod_environment import read_environment
+from moejob_api.recovery.restarts import FailureCause
+from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by_fault
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.launcher.store import LostPeers, Store
+from moejob_trainer.launcher.store import LauncherStore, LostPeers
 from moejob_trainer.runtime.loopback_store import loopback_store
 from ports import free_port
 from trainer.launcher.launchers import Gang
@@ -26,7 +26,7 @@ Pair = tuple[Rendezvous, Rendezvous]
 
 
 def rendezvous(gang: Gang, index: int) -> Rendezvous:
-    return Rendezvous(from_environment(TrainerPod, pod_environment(gang, index)), StopRequest(), lost_seconds=30.0)
+    return Rendezvous(read_environment(TrainerPod, pod_environment(gang, index)), StopRequest(), lost_seconds=30.0)
 
 
 def pod_environment(gang: Gang, index: int) -> dict[str, str]:
@@ -37,8 +37,8 @@ def pod_environment(gang: Gang, index: int) -> dict[str, str]:
 def pair() -> Pair:
     gang = Gang(Path("/nowhere"), nodes=2)
     first, second = rendezvous(gang, 0), rendezvous(gang, 1)
-    first.open()
-    second.open()
+    first.open_store()
+    second.open_store()
     return first, second
 
 
@@ -58,13 +58,13 @@ def gathered(pair: Pair, stores: list[TCPStore]) -> list[Round | Ending]:
         return list(threads.map(lambda one: one.gather(20.0, prepare), pair))
 
 
-def ending(pod: int, cause: Cause = Cause.RANK_FAILED) -> Ending:
-    return ending_by(FailureOrigin(pod, f"token of {pod}"), Fault(cause, "why"), None)
+def ending(pod: int, cause: FailureCause = FailureCause.RANK_FAILED) -> Ending:
+    return ending_by_fault(FailureOrigin(pod, f"token of {pod}"), Fault(cause, "why"), None)
 
 
 def test_all_meet_in_the_next_round_once_one_has_ended(pair: Pair, stores: list[TCPStore]) -> None:
     assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [0, 0]
-    pair[1].end(0, ending(1))
+    pair[1].end_round(0, ending(1))
     assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [1, 1]
 
 
@@ -88,14 +88,16 @@ def test_ranks_of_each_round_have_a_store_of_their_own(pair: Pair, stores: list[
         assert not other.check(["written"])
         one.set("written", str(number))
         assert other.get("written") == str(number).encode()
-        pair[0].end(number, ending(0))
+        pair[0].end_round(number, ending(0))
 
 
 def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker() -> None:
     job = Gang(Path("/nowhere"), nodes=2)
-    store = Store.hosted("127.0.0.1", job.rendezvous, from_environment(TrainerPod, pod_environment(job, 0)).key)
+    store = LauncherStore.host_store(
+        "127.0.0.1", job.rendezvous, read_environment(TrainerPod, pod_environment(job, 0)).launcher_key
+    )
     with ThreadPoolExecutor() as threads:
-        late = threads.submit(rendezvous(job, 1).open)
+        late = threads.submit(rendezvous(job, 1).open_store)
         with pytest.raises(FutureTimeout):
             late.result(timeout=0.5)
         store.put_first("gang", '{"uid": "1234", "attempt": 2}')
@@ -105,30 +107,30 @@ def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker(
 
 def test_the_first_ending_holds_for_all(pair: Pair, stores: list[TCPStore]) -> None:
     gathered(pair, stores)
-    assert pair[1].end(0, ending(1)) == ending(1)
-    assert pair[0].end(0, ending(0)) == ending(1)
-    assert [one.ending(0) for one in pair] == [ending(1), ending(1)]
+    assert pair[1].end_round(0, ending(1)) == ending(1)
+    assert pair[0].end_round(0, ending(0)) == ending(1)
+    assert [one.find_ending(0) for one in pair] == [ending(1), ending(1)]
 
 
 def test_a_final_ending_that_came_second_still_ends_the_job(pair: Pair, stores: list[TCPStore]) -> None:
     gathered(pair, stores)
-    final = ending(1, Cause.BAD_CONFIGURATION)
-    pair[0].end(0, ending(0))
+    final = ending(1, FailureCause.BAD_CONFIGURATION)
+    pair[0].end_round(0, ending(0))
     pair[1].end_for_good(0, final)
     assert gathered(pair, stores) == [final, final]
 
 
 def test_a_checkpoint_that_pod_0_tells_is_known_to_all(pair: Pair) -> None:
-    seen = [pair[1].checkpoint()]
+    seen = [pair[1].newest_checkpoint()]
     for step in (None, 0, 10, 5, 20):
         pair[0].publish_checkpoint(step)
-        seen.append(pair[1].checkpoint())
+        seen.append(pair[1].newest_checkpoint())
     assert seen == [None, None, 0, 10, 10, 20]
 
 
 def test_a_gang_of_another_size_is_turned_away() -> None:
     port = free_port()
     first = rendezvous(Gang(Path("/nowhere"), nodes=2, rendezvous=port), 0)
-    first.open()
+    first.open_store()
     with pytest.raises(LostPeers, match="'nodes': 3"):
-        rendezvous(Gang(Path("/nowhere"), nodes=3, rendezvous=port), 1).open()
+        rendezvous(Gang(Path("/nowhere"), nodes=3, rendezvous=port), 1).open_store()

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from moejob_api.contract.pods import Outcome, PodProgress
+from moejob_api.contract.pods import PodOutcome, PodProgress
 from ports import free_port
 from trainer.launcher.launchers import Gang, Launcher, eventually, gone
 
@@ -118,7 +118,7 @@ def test_all_pods_that_are_asked_to_stop_go(gang: Make) -> None:
     assert second.exit_code() == 143
     eventually(lambda: "for a pod was asked to" in first.log.read_text(), "the first to wait")
     first.signal(signal.SIGTERM)
-    assert (first.exit_code(), first.word().outcome) == (143, Outcome.PREEMPTED)
+    assert (first.exit_code(), first.word().outcome) == (143, PodOutcome.PREEMPTED)
 
 
 def test_a_killed_launcher_is_replaced_and_the_others_start_again_with_the_new_one(gang: Make) -> None:
@@ -144,7 +144,7 @@ def test_a_pod_that_falls_silent_takes_the_ranks_of_the_others_down_and_its_abse
     second.signal(signal.SIGSTOP)
     gone(pids[:2])
     assert first.exit_code() == 1
-    assert first.word().outcome is Outcome.LOST_PEERS
+    assert first.word().outcome is PodOutcome.LOST_PEERS
     assert first.word().message == "pod 1 did not come back within 10 s"
     assert "pod 1 has not been heard for 2 s" in first.log.read_text()
 
@@ -158,7 +158,7 @@ def test_a_process_whose_pod_has_been_replaced_goes_away_when_it_wakes_up(gang: 
     job.notes(restart=1)
     second.signal(signal.SIGCONT)
     assert second.exit_code() == 1
-    assert second.word().outcome is Outcome.LOST_PEERS
+    assert second.word().outcome is PodOutcome.LOST_PEERS
     assert "has taken the place of pod 1" in second.word().message
     assert ready(first).ranks[0].pid == job.pids(restart=1)[0]
 
@@ -169,7 +169,7 @@ def test_without_pod_0_the_others_end(gang: Make) -> None:
     pids = job.pids()
     first.kill()
     assert second.exit_code() == 1
-    assert second.word().outcome is Outcome.LOST_PEERS
+    assert second.word().outcome is PodOutcome.LOST_PEERS
     gone(pids)
 
 
@@ -178,7 +178,7 @@ def test_a_pod_of_another_attempt_is_turned_away(gang: Make) -> None:
     job.start("work")
     late = job.start("work", index=1, attempt=4)
     assert late.exit_code() == 1
-    assert late.word().outcome is Outcome.LOST_PEERS
+    assert late.word().outcome is PodOutcome.LOST_PEERS
     assert "belongs to another attempt" in late.word().message
     job.start("work", index=1)
     assert {note["MOEJOB_ATTEMPT"] for note in job.notes().values()} == {"5"}
@@ -188,7 +188,7 @@ def test_the_pod_at_fault_leaves_after_its_restarts_and_the_others_wait_for_its_
     job = gang(nodes=2)
     first, second = job.start_all("fail_on_another_node")
     assert second.exit_code() == 1
-    assert (second.word().outcome, second.word().rank) == (Outcome.RANK_FAILED, 2)
+    assert (second.word().outcome, second.word().rank) == (PodOutcome.RANK_FAILED, 2)
     assert first.process.is_alive()
     job.start("work", index=1)
     assert len(job.notes(restart=3)) == 4

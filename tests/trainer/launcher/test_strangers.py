@@ -15,28 +15,28 @@ from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import ExitCode
-from moejob_api.recovery.restarts import Cause
+from moejob_api.recovery.restarts import FailureCause
 from moejob_trainer.launcher.ending import Ending
 from moejob_trainer.launcher.store import (
-    Entries,
+    LauncherStore,
     LostPeers,
     Operation,
-    Store,
+    StoreEntries,
     StoreRequest,
 )
-from moejob_trainer.runtime.channel import FRAME_BYTES, UNPROVED_CONNECTIONS, attempt_key, introduce
+from moejob_trainer.runtime.channel import FRAME_BYTES, UNPROVED_CONNECTIONS, attempt_key, prove_to_server
 from moejob_trainer.runtime.loopback_store import loopback_store
 from ports import free_port
 from trainer.launcher.launchers import Gang
 
 PATIENCE = timedelta(minutes=5)
 KEY = attempt_key("secret", "uid", 2)
-BAD_END = Ending(pod=1, token="a stranger", cause=Cause.BAD_CONFIGURATION, message="gone for good")
+BAD_END = Ending(pod=1, token="a stranger", cause=FailureCause.BAD_CONFIGURATION, message="gone for good")
 
 
 @pytest.fixture
-def store() -> Store:
-    return Store.hosted(LOOPBACK, 0, KEY)
+def store() -> LauncherStore:
+    return LauncherStore.host_store(LOOPBACK, 0, KEY)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_stranger_cannot_end_a_job(gang: Gang) -> None:
             "round/0/end", "", BAD_END.model_dump_json()
         )
     with pytest.raises(LostPeers, match="secret"):
-        Store.joined(LOOPBACK, gang.rendezvous, attempt_key("a guess", "1234", 1)).put_first(
+        LauncherStore.join_store(LOOPBACK, gang.rendezvous, attempt_key("a guess", "1234", 1)).put_first(
             "round/0/end", BAD_END.model_dump_json()
         )
     gang.allow("go")
@@ -70,22 +70,22 @@ def test_a_stranger_cannot_end_a_job(gang: Gang) -> None:
         pytest.param(attempt_key("secret", "another uid", 2), id="another job"),
     ],
 )
-def test_ranks_cannot_be_sent_to_a_store_of_a_stranger(store: Store, key: bytes) -> None:
+def test_ranks_cannot_be_sent_to_a_store_of_a_stranger(store: LauncherStore, key: bytes) -> None:
     with pytest.raises(LostPeers, match="secret"):
-        Store.joined(LOOPBACK, store.port, key).put_first("round/1/ranks", "6666")
+        LauncherStore.join_store(LOOPBACK, store.port, key).put_first("round/1/ranks", "6666")
     assert store.get("round/1/ranks") is None
 
 
 def test_a_launcher_does_not_believe_a_server_that_does_not_know_the_secret() -> None:
-    impostor = Store.hosted(LOOPBACK, 0, attempt_key("a guess", "uid", 2))
+    impostor = LauncherStore.host_store(LOOPBACK, 0, attempt_key("a guess", "uid", 2))
     impostor.put_first("round/1/ranks", "6666")
     with pytest.raises(LostPeers, match="secret"):
-        Store.joined(LOOPBACK, impostor.port, KEY)
+        LauncherStore.join_store(LOOPBACK, impostor.port, KEY)
 
 
 def test_a_server_that_repeats_what_it_was_sent_is_not_believed() -> None:
     with socket.create_server((LOOPBACK, 0)) as mirror, ThreadPoolExecutor() as threads:
-        answer = threads.submit(Store.joined, LOOPBACK, mirror.getsockname()[1], KEY)
+        answer = threads.submit(LauncherStore.join_store, LOOPBACK, mirror.getsockname()[1], KEY)
         with mirror.accept()[0] as peer:
             peer.sendall(b"\0" * 32)
             peer.sendall(peer.recv(64, socket.MSG_WAITALL)[32:])
@@ -93,7 +93,7 @@ def test_a_server_that_repeats_what_it_was_sent_is_not_believed() -> None:
                 answer.result(timeout=60)
 
 
-def test_a_recorded_proof_opens_nothing(store: Store) -> None:
+def test_a_recorded_proof_opens_nothing(store: LauncherStore) -> None:
     recorded = _recorded_proof(store.port)
     with socket.create_connection((LOOPBACK, store.port)) as replayed:
         replayed.recv(32)
@@ -101,20 +101,20 @@ def test_a_recorded_proof_opens_nothing(store: Store) -> None:
         assert replayed.recv(32) == b""
 
 
-def test_the_ranks_store_is_reached_by_who_knows_the_secret_and_on_loopback_alone(store: Store) -> None:
+def test_the_ranks_store_is_reached_by_who_knows_the_secret_and_on_loopback_alone(store: LauncherStore) -> None:
     ranks = loopback_store(PATIENCE)
     store.reach_ranks(ranks.port)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", ranks.port), timeout=5)
-    other = Store.joined(LOOPBACK, store.port, KEY)
+    other = LauncherStore.join_store(LOOPBACK, store.port, KEY)
     reached = TCPStore(LOOPBACK, other.reach_ranks(ranks.port), is_master=False)
     ranks.set("a", "b")
     assert reached.get("a") == b"b"
 
 
-def test_no_other_port_of_the_pod_is_reached_through_the_store(store: Store) -> None:
+def test_no_other_port_of_the_pod_is_reached_through_the_store(store: LauncherStore) -> None:
     inner = loopback_store(PATIENCE)
-    other = Store.joined(LOOPBACK, store.port, KEY)
+    other = LauncherStore.join_store(LOOPBACK, store.port, KEY)
     with socket.create_connection((LOOPBACK, other.reach_ranks(inner.port))) as refused:
         assert refused.recv(1) == b""
 
@@ -127,15 +127,15 @@ def test_no_other_port_of_the_pod_is_reached_through_the_store(store: Store) -> 
         pytest.param(b"\xff" * 100_000, id="noise"),
     ],
 )
-def test_who_proves_nothing_is_closed_and_others_are_answered(store: Store, said: bytes) -> None:
+def test_who_proves_nothing_is_closed_and_others_are_answered(store: LauncherStore, said: bytes) -> None:
     with socket.create_connection((LOOPBACK, store.port), timeout=60) as stranger:
         stranger.sendall(said)
-        assert Store.joined(LOOPBACK, store.port, KEY).count("here") == 1
+        assert LauncherStore.join_store(LOOPBACK, store.port, KEY).add_to_counter("here") == 1
         # The server's nonce, and nothing else.
         assert _until_closed(stranger) <= 32
 
 
-def test_connections_that_prove_nothing_are_bounded_and_give_way(store: Store) -> None:
+def test_connections_that_prove_nothing_are_bounded_and_give_way(store: LauncherStore) -> None:
     with ExitStack() as open_ones:
         for _ in range(2 * UNPROVED_CONNECTIONS):
             open_ones.enter_context(socket.create_connection((LOOPBACK, store.port), timeout=60))
@@ -143,36 +143,36 @@ def test_connections_that_prove_nothing_are_bounded_and_give_way(store: Store) -
             assert _count_of(store.port) == number, "one that knows the key is not turned away"
 
 
-def test_a_frame_that_says_it_is_huge_is_not_read(store: Store) -> None:
+def test_a_frame_that_says_it_is_huge_is_not_read(store: LauncherStore) -> None:
     async def said_huge() -> bytes:
         reader, writer = await asyncio.open_connection(LOOPBACK, store.port)
-        await introduce(reader, writer, KEY)
+        await prove_to_server(reader, writer, KEY)
         writer.write((FRAME_BYTES + 1).to_bytes(4, "big") + b"{")
         received = await reader.read()
         writer.close()
         return received
 
     assert asyncio.run(said_huge()) == b""
-    assert store.count("here") == 1
+    assert store.add_to_counter("here") == 1
 
 
 def test_the_store_does_not_grow_without_limit() -> None:
-    entries = Entries(limit_bytes=10)
-    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="567")).text == "567"
-    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="8" * 100)).text == "567"
-    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="abcd", text="e")).refused
-    assert entries.answer(StoreRequest(operation=Operation.COUNT, name="abcd", number=1)).refused
+    entries = StoreEntries(limit_bytes=10)
+    assert entries.apply_request(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="567")).text == "567"
+    assert entries.apply_request(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="8" * 100)).text == "567"
+    assert entries.apply_request(StoreRequest(operation=Operation.PUT_FIRST, name="abcd", text="e")).refused
+    assert entries.apply_request(StoreRequest(operation=Operation.COUNT, name="abcd", number=1)).refused
 
 
 def test_nobody_listens_where_no_store_is() -> None:
     with pytest.raises(LostPeers, match="does not answer"):
-        Store.joined(LOOPBACK, free_port(), KEY)
+        LauncherStore.join_store(LOOPBACK, free_port(), KEY)
 
 
 def _recorded_proof(port: int) -> bytes:
     """Return what an honest launcher sends, as one on the way sees it."""
     with socket.create_server((LOOPBACK, 0)) as between, ThreadPoolExecutor() as threads:
-        joined = threads.submit(Store.joined, LOOPBACK, between.getsockname()[1], KEY)
+        joined = threads.submit(LauncherStore.join_store, LOOPBACK, between.getsockname()[1], KEY)
         with between.accept()[0] as client, socket.create_connection((LOOPBACK, port)) as server:
             client.sendall(server.recv(32, socket.MSG_WAITALL))
             proof = client.recv(64, socket.MSG_WAITALL)
@@ -184,7 +184,7 @@ def _recorded_proof(port: int) -> bytes:
 
 def _count_of(port: int) -> int | None:
     try:
-        return Store.joined(LOOPBACK, port, KEY).count("here")
+        return LauncherStore.join_store(LOOPBACK, port, KEY).add_to_counter("here")
     except LostPeers:
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.launcher.temporary_files import temporary_files
+from moejob_trainer.launcher.temporary_files import launcher_folder
 from trainer.launcher.launchers import Gang, eventually
 
 
@@ -30,7 +30,7 @@ def parent(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def test_files_of_multiprocessing_lie_in_the_folder_and_those_of_others_stay(parent: Path) -> None:
-    with temporary_files() as folder:
+    with launcher_folder() as folder:
         assert folder.parent == parent
         assert Path(util.get_temp_dir()) == folder
         # What libraries have compiled serves the next start.
@@ -44,7 +44,7 @@ def test_a_folder_whose_name_leaves_no_room_for_a_socket_is_not_for_multiprocess
     long = parent / ("x" * 85)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with temporary_files() as folder:
+    with launcher_folder() as folder:
         assert folder.parent == long
         assert current_process()._config["tempdir"] is None  # type: ignore[attr-defined] # noqa: SLF001
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moejob_trainer.layers.experts import grouped_linear, grouped_mm
-from moejob_trainer.layers.precision import multiplies_widened
-from moejob_trainer.layers.summed_linear import linear
+from moejob_trainer.layers.precision import needs_float32_products
+from moejob_trainer.layers.summed_linear import summed_linear
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 
 EXPERTS, ROWS, INPUTS, OUTPUTS = 3, 40, 64, 96
@@ -30,7 +30,7 @@ def compute_products() -> dict[str, Tensor]:
     rows, upstream = torch.randn(ROWS, INPUTS).bfloat16(), torch.randn(ROWS, OUTPUTS).bfloat16()
     weights, bias = torch.randn(EXPERTS, OUTPUTS, INPUTS).bfloat16(), torch.randn(OUTPUTS).bfloat16()
     grouped = _with_gradients(lambda x, w: grouped_linear(x, w, BOUNDS), [rows, weights], upstream)
-    dense = _with_gradients(linear, [rows, weights[0], bias], upstream)
+    dense = _with_gradients(summed_linear, [rows, weights[0], bias], upstream)
     scores = _with_gradients(_log_probabilities, [rows, weights[0]], torch.ones(ROWS))
     offsets = BOUNDS[1:]
     torchs_grouped = [
@@ -41,7 +41,7 @@ def compute_products() -> dict[str, Tensor]:
     torchs_dense = _with_gradients(functional.linear, [rows, weights[0], bias], upstream)
     wide = _with_gradients(_plain_log_probabilities, [rows.float(), weights[0].float()], torch.ones(ROWS))
     return {
-        "is widened": torch.tensor([multiplies_widened(rows)]),
+        "is widened": torch.tensor([needs_float32_products(rows)]),
         **{f"ours grouped {n}": tensor for n, tensor in enumerate(grouped)},
         **{f"torch grouped {n}": tensor for n, tensor in enumerate(torchs_grouped)},
         **{f"ours dense {n}": tensor for n, tensor in enumerate(dense)},

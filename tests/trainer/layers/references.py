@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moejob_trainer.layers.attention import attended
+from moejob_trainer.layers.attention import compute_attention
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 
@@ -71,10 +71,10 @@ def attention_by_definition(case: Attention) -> list[Tensor]:
 def attention_here(case: Attention, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The same from `attended`, of the tokens that this rank holds."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    documents = Documents.of(case.lengths, context_rank=rank, context_size=size)
-    held = documents.indices()
+    documents = Documents.from_lengths(case.lengths, context_rank=rank, context_size=size)
+    held = documents.row_indices()
     q, k, v, *sinks = [leaf.detach()[held].requires_grad_() for leaf in case.leaves()[:3]] + case.leaves()[3:]
-    output = attended(
+    output = compute_attention(
         q,
         k,
         v,

@@ -14,16 +14,16 @@ from torch.nn.attention import SDPBackend
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moejob_trainer.layers import attention
-from moejob_trainer.layers.attention import attended
-from moejob_trainer.layers.documents import Documents, in_row_order
+from moejob_trainer.layers.attention import compute_attention
+from moejob_trainer.layers.documents import Documents, restore_row_order
 from moejob_trainer.layers.kernels.attention import (
     FOR_FEW_SHAPES,
     FOR_MANY_SHAPES,
-    are_cut,
-    batch_attended,
-    packed_attended,
-    padded_attended,
-    padding_pays,
+    batch_attention,
+    is_padding_cheap,
+    is_regular_batch,
+    packed_attention,
+    padded_attention,
 )
 from trainer.layers.references import (
     Attention,
@@ -76,7 +76,7 @@ def test_blocks_of_masked_queries_are_one_attention(shape: dict[str, int], monke
 def test_context_ranks_together_are_one_rank(worlds: Worlds, shape: dict[str, int], size: int) -> None:
     case = attention_case(LENGTHS, **shape)
     output, q, k, v, *sinks = zip(*worlds.run(size, attention_on_rank, case), strict=True)
-    rows = [in_row_order(torch.cat(parts), size) for parts in (output, q, k, v)]
+    rows = [restore_row_order(torch.cat(parts), size) for parts in (output, q, k, v)]
     # A sink belongs to every rank: each one has its own tokens' share of the gradient.
     together = [*rows, *(torch.stack(parts).sum(0) for parts in sinks)]
     assert_all_close(together, attention_by_definition(case), within=1e-13)
@@ -85,17 +85,17 @@ def test_context_ranks_together_are_one_rank(worlds: Worlds, shape: dict[str, in
 def test_context_ranks_sum_gradients_of_keys_in_bfloat16(worlds: Worlds) -> None:
     case = attention_case((24,), dtype=torch.bfloat16)
     gathered = zip(*worlds.run(4, attention_on_rank, case), strict=True)
-    rows = [in_row_order(torch.cat(parts), 4) for parts in gathered]
+    rows = [restore_row_order(torch.cat(parts), 4) for parts in gathered]
     assert_all_close(rows, attention_by_definition(case), within=2e-2)
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 2}, {"sinks": True}], ids=["plain", "window", "sinks"])
 def test_numerical_gradients_agree(shape: dict[str, int]) -> None:
     case = attention_case((3, 1, 2), heads=2, groups=1, dim=2, value_dim=2, **shape)
-    documents = Documents.of(case.lengths)
+    documents = Documents.from_lengths(case.lengths)
 
     def output(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attended(q, k, v, documents, scale=case.scale, window=case.window, sinks=sinks)
+        return compute_attention(q, k, v, documents, scale=case.scale, window=case.window, sinks=sinks)
 
     assert torch.autograd.gradcheck(output, case.leaves())
 
@@ -125,7 +125,7 @@ def test_documents_can_be_packed_in_any_order_or_kept_apart(
 def test_a_gradient_of_stride_zero_and_heads_out_of_order_in_memory_are_fine() -> None:
     case = attention_case(LENGTHS)
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (case.q, case.k, case.v))
-    output = attended(q, k, v, Documents.of(LENGTHS), scale=case.scale)
+    output = compute_attention(q, k, v, Documents.from_lengths(LENGTHS), scale=case.scale)
     gradients = torch.autograd.grad(output.sum(), [q, k, v])
     expected = attention_by_definition(replace(case, upstream=torch.ones_like(case.upstream)))
     assert_all_close([output.detach(), *gradients], expected, within=1e-13)
@@ -169,10 +169,10 @@ def test_a_kernel_for_packed_sequences_is_told_the_right_ones(shape: dict[str, i
     case = attention_case(LENGTHS, **shape)
     expected = attention_by_definition(case)[0]
     for rank in range(size):
-        documents = Documents.of(LENGTHS, context_rank=rank, context_size=size)
+        documents = Documents.from_lengths(LENGTHS, context_rank=rank, context_size=size)
         options: dict[str, Any] = {"scale": case.scale, "window": case.window, "sinks": case.sinks}
-        held = documents.indices()
-        output = packed_attended(packed_by_definition, case.q[held], case.k, case.v, documents, **options)
+        held = documents.row_indices()
+        output = packed_attention(packed_by_definition, case.q[held], case.k, case.v, documents, **options)
         assert_all_close([output], [expected[held]], within=1e-13)
 
 
@@ -180,7 +180,7 @@ def test_a_kernel_for_packed_sequences_is_told_the_right_ones(shape: dict[str, i
 def test_documents_padded_to_a_batch_are_the_same_documents(lengths: tuple[int, ...]) -> None:
     case = attention_case(lengths)
     q, k, v = case.leaves()
-    output = padded_attended(q, k, v, Documents.of(lengths), scale=case.scale)
+    output = padded_attention(q, k, v, Documents.from_lengths(lengths), scale=case.scale)
     gradients = torch.autograd.grad(output, [q, k, v], case.upstream)
     assert_all_close([output.detach(), *gradients], attention_by_definition(case), within=1e-13)
 
@@ -189,7 +189,7 @@ def test_documents_padded_to_a_batch_are_the_same_documents(lengths: tuple[int, 
 def test_equal_documents_are_a_batch_as_they_lie_there(lengths: tuple[int, ...]) -> None:
     case = attention_case(lengths)
     q, k, v = case.leaves()
-    output = batch_attended(q, k, v, Documents.of(lengths), scale=case.scale)
+    output = batch_attention(q, k, v, Documents.from_lengths(lengths), scale=case.scale)
     gradients = torch.autograd.grad(output, [q, k, v], case.upstream)
     assert_all_close([output.detach(), *gradients], attention_by_definition(case), within=1e-13)
 
@@ -204,7 +204,7 @@ def test_equal_documents_are_a_batch_as_they_lie_there(lengths: tuple[int, ...])
     ],
 )
 def test_padding_pays_where_documents_are_alike(lengths: tuple[int, ...], size: int, pays: bool) -> None:
-    assert padding_pays(Documents.of(lengths, context_size=size)) is pays
+    assert is_padding_cheap(Documents.from_lengths(lengths, context_size=size)) is pays
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_padding_pays_where_documents_are_alike(lengths: tuple[int, ...], size: 
     ],
 )
 def test_a_kernel_that_plans_for_each_shape_gets_few(lengths: tuple[int, ...], size: int, are: bool) -> None:
-    assert are_cut(Documents.of(lengths, context_size=size)) is are
+    assert is_regular_batch(Documents.from_lengths(lengths, context_size=size)) is are
 
 
 @pytest.mark.parametrize("backends", [FOR_FEW_SHAPES, FOR_MANY_SHAPES])
@@ -230,9 +230,9 @@ def test_scores_of_all_tokens_with_all_others_come_last(backends: tuple[SDPBacke
 
 def test_a_context_group_of_another_size_is_refused() -> None:
     case = attention_case((8,))
-    documents = Documents.of((8,), context_size=2)
+    documents = Documents.from_lengths((8,), context_size=2)
     with pytest.raises(ValueError, match="cut for 2 context ranks, but the context group has 1"):
-        attended(case.q[:4], case.k[:4], case.v[:4], documents, scale=1.0)
+        compute_attention(case.q[:4], case.k[:4], case.v[:4], documents, scale=1.0)
 
 
 def test_sinks_are_those_of_gpt_oss() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejob_trainer.layers.documents import Documents, in_row_order
+from moejob_trainer.layers.documents import Documents, restore_row_order
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
 CONTEXT = st.sampled_from([1, 2, 4])
@@ -16,53 +16,53 @@ CONTEXT = st.sampled_from([1, 2, 4])
 def on_every_rank(lengths: list[int], size: int) -> list[Documents]:
     """With padding to what `size` ranks can cut."""
     padded = [*lengths, -sum(lengths) % (2 * size)]
-    return [Documents.of(padded, context_rank=rank, context_size=size) for rank in range(size)]
+    return [Documents.from_lengths(padded, context_rank=rank, context_size=size) for rank in range(size)]
 
 
 def test_positions_start_again_in_every_document() -> None:
-    documents = Documents.of([3, 1, 0, 2])
-    assert documents.positions().tolist() == [0, 1, 2, 0, 0, 1]
-    assert documents.segments().tolist() == [0, 0, 0, 1, 3, 3]
-    assert documents.segments().dtype == torch.int32
+    documents = Documents.from_lengths([3, 1, 0, 2])
+    assert documents.position_ids().tolist() == [0, 1, 2, 0, 0, 1]
+    assert documents.segment_ids().tolist() == [0, 0, 0, 1, 3, 3]
+    assert documents.segment_ids().dtype == torch.int32
     assert documents.cu_lengths.tolist() == [0, 3, 4, 4, 6]
 
 
 def test_a_rank_holds_one_early_and_one_late_chunk() -> None:
-    documents = Documents.of([3, 5], context_rank=1, context_size=2)
-    assert documents.held() == ((2, 4), (4, 6))
-    assert documents.indices().tolist() == [2, 3, 4, 5]
-    assert documents.positions().tolist() == [2, 0, 1, 2]
-    assert documents.segments().tolist() == [0, 1, 1, 1]
+    documents = Documents.from_lengths([3, 5], context_rank=1, context_size=2)
+    assert documents.local_ranges() == ((2, 4), (4, 6))
+    assert documents.row_indices().tolist() == [2, 3, 4, 5]
+    assert documents.position_ids().tolist() == [2, 0, 1, 2]
+    assert documents.segment_ids().tolist() == [0, 1, 1, 1]
 
 
 @given(LENGTHS, CONTEXT)
 def test_the_ranks_hold_every_token_once_and_the_order_brings_them_back(lengths: list[int], size: int) -> None:
     ranks = on_every_rank(lengths, size)
-    held = torch.cat([documents.indices() for documents in ranks])
+    held = torch.cat([documents.row_indices() for documents in ranks])
     whole = torch.arange(ranks[0].row_tokens)
-    assert torch.equal(held[ranks[0].order()], whole)
-    assert torch.equal(in_row_order(held, size), whole)
-    assert {documents.tokens for documents in ranks} == {ranks[0].row_tokens // size}
+    assert torch.equal(held[ranks[0].row_order()], whole)
+    assert torch.equal(restore_row_order(held, size), whole)
+    assert {documents.local_tokens for documents in ranks} == {ranks[0].row_tokens // size}
 
 
 @given(LENGTHS, CONTEXT)
 def test_what_a_rank_says_of_its_tokens_is_what_the_whole_row_says(lengths: list[int], size: int) -> None:
     ranks = on_every_rank(lengths, size)
-    whole = Documents.of(ranks[0].lengths)
+    whole = Documents.from_lengths(ranks[0].lengths)
     for documents in ranks:
-        assert torch.equal(documents.positions(), whole.positions()[documents.indices()])
-        assert torch.equal(documents.segments(), whole.segments()[documents.indices()])
+        assert torch.equal(documents.position_ids(), whole.position_ids()[documents.row_indices()])
+        assert torch.equal(documents.segment_ids(), whole.segment_ids()[documents.row_indices()])
 
 
 @given(LENGTHS, CONTEXT)
 def test_a_span_holds_each_query_with_all_tokens_of_its_document_before_it(lengths: list[int], size: int) -> None:
     for documents in on_every_rank(lengths, size):
         seen: list[int] = []
-        for span, (_, end) in zip(documents.spans, documents.held(), strict=True):
-            assert span.first_key + span.keys == end
+        for span, (_, end) in zip(documents.attention_spans, documents.local_ranges(), strict=True):
+            assert span.first_key + span.total_keys == end
             for queries, keys in zip(span.query_counts, span.key_counts, strict=True):
                 seen += range(keys - queries, keys)
-        assert seen == documents.positions().tolist()
+        assert seen == documents.position_ids().tolist()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_span_holds_each_query_with_all_tokens_of_its_document_before_it(lengt
 )
 def test_impossible_rows_are_refused(lengths: list[int], rank: int, size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Documents.of(lengths, context_rank=rank, context_size=size)
+        Documents.from_lengths(lengths, context_rank=rank, context_size=size)
 
 
 def test_boundaries_that_do_not_fit_the_lengths_are_refused() -> None:

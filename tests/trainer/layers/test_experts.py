@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpu.twins import bounds_of
-from moejob_trainer.layers.experts import grouped_linear, with_biases
-from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from moejob_trainer.layers.experts import add_biases, grouped_linear
+from moejob_trainer.layers.gradient_sums import find_gradient_sum
+from moejob_trainer.layers.permutation import Permutation, combine_rows, permute_probabilities, permute_tokens
 from trainer.tolerance import assert_all_close
 
 COUNTS = [
@@ -49,7 +49,7 @@ def test_each_row_meets_the_weight_of_its_expert(
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
     output = grouped_linear(ours[0], ours[1], bounds_of(counts))
     if biased:
-        output = with_biases(output, ours[2], bounds_of(counts))
+        output = add_biases(output, ours[2], bounds_of(counts))
     theirs = [tensor.double().requires_grad_() for tensor in tensors]
     expected = one_by_one(theirs[0], theirs[1], counts, theirs[2] if biased else None)
     assert output.dtype is dtype
@@ -91,7 +91,7 @@ def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is
     for _ in range(2):
         x, upstream = torch.randn(sum(counts), 24).to(dtype), torch.randn(sum(counts), 16).to(dtype)
         flat = weight.view(3, 16, 24)
-        grouped_linear(x, flat, bounds_of(counts), total=gradient_sum(weight)).backward(upstream)
+        grouped_linear(x, flat, bounds_of(counts), total=find_gradient_sum(weight)).backward(upstream)
         alone = grouped_linear(x, flat, bounds_of(counts))
         expected = expected + torch.autograd.grad(alone, weight, upstream)[0]
     assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
@@ -107,10 +107,10 @@ class Written:
     is_new = True
     is_written = False
 
-    def like(self, weight: Tensor) -> Tensor:
+    def target_for(self, weight: Tensor) -> Tensor:
         return self.into.view(weight.shape)
 
-    def added(self, _: Tensor) -> None:
+    def mark_added(self, _: Tensor) -> None:
         self.is_written = True
 
 
@@ -126,13 +126,13 @@ def test_the_first_gradient_is_written_over_what_lies_there(counts: list[int]) -
 
 
 def test_a_weight_without_a_sum_leaves_its_gradient_to_autograd() -> None:
-    assert gradient_sum(nn.Parameter(torch.zeros(2))) is None
+    assert find_gradient_sum(nn.Parameter(torch.zeros(2))) is None
 
 
 def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
     rows = 4096
     bias = torch.zeros(1, 8).bfloat16().requires_grad_()
-    with_biases(torch.zeros(rows, 8).bfloat16(), bias, bounds_of([rows])).sum().backward()
+    add_biases(torch.zeros(rows, 8).bfloat16(), bias, bounds_of([rows])).sum().backward()
     # In bfloat16 adding ones ends at 256.
     assert bias.grad is not None
     assert bias.grad.tolist() == [[rows] * 8]
@@ -143,24 +143,24 @@ def test_numerical_gradients_agree() -> None:
     leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     bounds = bounds_of([2, 0, 3])
     assert torch.autograd.gradcheck(
-        lambda x, weight, bias: with_biases(grouped_linear(x, weight, bounds), bias, bounds), leaves
+        lambda x, weight, bias: add_biases(grouped_linear(x, weight, bounds), bias, bounds), leaves
     )
 
 
 def test_rows_are_sorted_by_expert_and_tokens_keep_their_order() -> None:
-    permutation = Permutation.of(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+    permutation = Permutation.from_choices(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
     assert permutation.bounds.tolist() == [0, 2, 4, 6, 6]
-    assert permutation.tokens.tolist() == [0, 1, 1, 2, 0, 2]
+    assert permutation.row_tokens.tolist() == [0, 1, 1, 2, 0, 2]
     assert permutation.order.tolist() == [1, 2, 3, 5, 0, 4]
     assert permutation.inverse.tolist() == [[4, 0], [1, 2], [5, 3]]
 
 
 def test_a_choice_of_none_has_no_row() -> None:
-    permutation = Permutation.of(torch.tensor([[2, 0], [2, 2], [1, 0]]), 2, rows=3)
+    permutation = Permutation.from_choices(torch.tensor([[2, 0], [2, 2], [1, 0]]), 2, rows=3)
     assert permutation.bounds.tolist() == [0, 2, 3]
-    assert permutation.tokens.tolist() == [0, 2, 2]
+    assert permutation.row_tokens.tolist() == [0, 2, 2]
     x = torch.randn(3, 4).requires_grad_()
-    output = combined(permuted(x, permutation), permutation)
+    output = combine_rows(permute_tokens(x, permutation), permutation)
     assert torch.equal(output, x * torch.tensor([[1.0], [0.0], [2.0]]))
     assert torch.autograd.grad(output.sum(), x)[0].tolist() == [[1.0] * 4, [0.0] * 4, [2.0] * 4]
 
@@ -176,23 +176,23 @@ def choices(tokens: int, per_token: int, experts: int) -> Tensor:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain sum", "with probabilities"])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_gradients_of_the_way_there_and_back_agree_with_numerical_ones(tokens: int, weighted: bool) -> None:
-    permutation = Permutation.of(choices(tokens, 2, 5), 5)
+    permutation = Permutation.from_choices(choices(tokens, 2, 5), 5)
     x, y = torch.randn(tokens, 3).double().requires_grad_(), torch.randn(2 * tokens, 3).double().requires_grad_()
     probabilities = torch.rand(tokens, 2).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: permuted(x, permutation), [x])
-    assert torch.autograd.gradcheck(lambda p: permuted_probabilities(p, permutation), [probabilities])
+    assert torch.autograd.gradcheck(lambda x: permute_tokens(x, permutation), [x])
+    assert torch.autograd.gradcheck(lambda p: permute_probabilities(p, permutation), [probabilities])
     if weighted:
-        assert torch.autograd.gradcheck(lambda y, p: combined(y, permutation, p), [y, probabilities])
+        assert torch.autograd.gradcheck(lambda y, p: combine_rows(y, permutation, p), [y, probabilities])
     else:
-        assert torch.autograd.gradcheck(lambda y: combined(y, permutation), [y])
+        assert torch.autograd.gradcheck(lambda y: combine_rows(y, permutation), [y])
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(4, 9))
 def test_back_and_forth_is_once_for_each_choice(tokens: int, per_token: int, experts: int) -> None:
-    x, permutation = torch.randn(tokens, 3), Permutation.of(choices(tokens, per_token, experts), experts)
-    assert torch.allclose(combined(permuted(x, permutation), permutation), per_token * x, rtol=1e-6)
+    x, permutation = torch.randn(tokens, 3), Permutation.from_choices(choices(tokens, per_token, experts), experts)
+    assert torch.allclose(combine_rows(permute_tokens(x, permutation), permutation), per_token * x, rtol=1e-6)
     sorted_experts = torch.repeat_interleave(torch.arange(experts), permutation.bounds.diff())
-    assert len(sorted_experts) == permutation.rows == tokens * per_token
+    assert len(sorted_experts) == permutation.row_count == tokens * per_token
 
 
 @given(st.integers(1, 20), st.integers(1, 3), st.permutations(range(5)))
@@ -209,18 +209,20 @@ def test_experts_can_be_renamed(tokens: int, per_token: int, names: list[int]) -
 
 
 def through_experts(x: Tensor, chosen: Tensor, probabilities: Tensor, weight: Tensor) -> Tensor:
-    permutation = Permutation.of(chosen, len(weight))
-    return combined(grouped_linear(permuted(x, permutation), weight, permutation.bounds), permutation, probabilities)
+    permutation = Permutation.from_choices(chosen, len(weight))
+    return combine_rows(
+        grouped_linear(permute_tokens(x, permutation), weight, permutation.bounds), permutation, probabilities
+    )
 
 
 def test_sums_are_in_float32_and_rounded_once() -> None:
-    permutation = Permutation.of(torch.tensor([[0, 1, 2]]), 3)
+    permutation = Permutation.from_choices(torch.tensor([[0, 1, 2]]), 3)
     y = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     # 256 + 1 is 256 in bfloat16.
-    assert combined(y, permutation).item() == 258
+    assert combine_rows(y, permutation).item() == 258
 
 
 def test_strided_and_expanded_gradients_are_fine() -> None:
-    permutation = Permutation.of(choices(6, 2, 5), 5)
+    permutation = Permutation.from_choices(choices(6, 2, 5), 5)
     y = torch.randn(4, 12).t().requires_grad_()
-    assert torch.equal(torch.autograd.grad(combined(y, permutation).sum(), y)[0], torch.ones(12, 4))
+    assert torch.equal(torch.autograd.grad(combine_rows(y, permutation).sum(), y)[0], torch.ones(12, 4))

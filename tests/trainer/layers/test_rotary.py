@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from moejob_trainer.layers.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rotated
+from moejob_trainer.layers.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rotate_heads
 from trainer.tolerance import assert_all_close
 
 # Far positions are where a wrong last digit of a frequency shows.
@@ -102,7 +102,7 @@ LLAMA3 = {
     ],
 )
 def test_angles_are_those_of_transformers(rotary: Rotary, expected: tuple[Tensor, Tensor]) -> None:
-    cos, sin = rotary.angles(POSITIONS)
+    cos, sin = rotary.cosines_and_sines(POSITIONS)
     assert cos.dtype == sin.dtype == torch.float32
     # An angle of 131071 radians is known to 2^-8 only; that the product is the same one is what counts.
     assert_all_close([cos, sin], [x[:, :32] for x in expected], within=1e-6)
@@ -111,19 +111,19 @@ def test_angles_are_those_of_transformers(rotary: Rotary, expected: tuple[Tensor
 def test_halves_turn_as_in_transformers() -> None:
     x, upstream, (cos, sin) = _heads(dim=64)
     theirs, _ = modeling_llama.apply_rotary_pos_emb(x, x, *_doubled(cos, sin))
-    _assert_same(rotated(x, cos, sin), theirs, x, upstream)
+    _assert_same(rotate_heads(x, cos, sin), theirs, x, upstream)
 
 
 def test_what_lies_beyond_the_turning_part_stays_as_in_glm() -> None:
     x, upstream, (cos, sin) = _heads(dim=96)
     theirs, _ = modeling_glm4_moe.apply_rotary_pos_emb(x, x, *_doubled(cos, sin))
-    _assert_same(rotated(x, cos, sin), theirs, x, upstream)
+    _assert_same(rotate_heads(x, cos, sin), theirs, x, upstream)
 
 
 def test_interleaved_pairs_turn_as_in_deepseek_v3() -> None:
     x, upstream, (cos, sin) = _heads(dim=64)
     theirs, _ = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(x, x, *_doubled(cos, sin))
-    _assert_same(Rotary(64, 1e4, interleaved=True).rotated(x, cos, sin), theirs, x, upstream)
+    _assert_same(Rotary(64, 1e4, interleaved=True).rotate_heads(x, cos, sin), theirs, x, upstream)
 
 
 def test_interleaved_pairs_score_as_in_deepseek_v2() -> None:
@@ -132,15 +132,15 @@ def test_interleaved_pairs_score_as_in_deepseek_v2() -> None:
     turns = torch.complex(cos, sin)[None]
     theirs = modeling_deepseek_v2.apply_rotary_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], turns)
     expected = theirs[0] @ theirs[1].transpose(-1, -2)
-    ours = [rotated(x, cos, sin, interleaved=True).transpose(0, 1)[None] for x in (q, k)]
+    ours = [rotate_heads(x, cos, sin, interleaved=True).transpose(0, 1)[None] for x in (q, k)]
     assert_all_close([ours[0] @ ours[1].transpose(-1, -2)], [expected], within=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_numerical_gradients_agree(interleaved: bool) -> None:
-    cos, sin = (x.double() for x in Rotary(4, 100.0).angles(torch.arange(3)))
+    cos, sin = (x.double() for x in Rotary(4, 100.0).cosines_and_sines(torch.arange(3)))
     x = torch.randn(3, 2, 6).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin, interleaved=interleaved), [x])
+    assert torch.autograd.gradcheck(lambda x: rotate_heads(x, cos, sin, interleaved=interleaved), [x])
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.booleans())
@@ -150,7 +150,7 @@ def test_scores_depend_on_distance_only(position: int, shift: int, interleaved: 
 
     def score(first: int, second: int) -> Tensor:
         turned = [
-            rotary.rotated(x, *(part.double() for part in rotary.angles(torch.tensor([at]))))
+            rotary.rotate_heads(x, *(part.double() for part in rotary.cosines_and_sines(torch.tensor([at]))))
             for x, at in ((q, first), (k, second))
         ]
         return (turned[0] * turned[1]).sum()
@@ -160,12 +160,12 @@ def test_scores_depend_on_distance_only(position: int, shift: int, interleaved: 
 
 def test_bfloat16_is_rounded_once() -> None:
     x, _, (cos, sin) = _heads(dim=64)
-    assert torch.equal(rotated(x.bfloat16(), cos, sin), rotated(x.bfloat16().float(), cos, sin).bfloat16())
+    assert torch.equal(rotate_heads(x.bfloat16(), cos, sin), rotate_heads(x.bfloat16().float(), cos, sin).bfloat16())
 
 
 def _heads(dim: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     x = torch.randn(len(POSITIONS), 3, dim).requires_grad_()
-    return x, torch.randn_like(x), Rotary(64, 10000.0).angles(POSITIONS)
+    return x, torch.randn_like(x), Rotary(64, 10000.0).cosines_and_sines(POSITIONS)
 
 
 def _doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,21 +27,21 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
-from moejob_trainer.layers.experts import grouped_linear, with_biases
-from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from moejob_trainer.layers.experts import add_biases, grouped_linear
+from moejob_trainer.layers.permutation import Permutation, combine_rows, permute_probabilities, permute_tokens
 from moejob_trainer.layers.routing import (
     Routing,
     Scoring,
     balancing_scores,
-    capacity,
     document_counts,
-    load,
-    routed,
+    drop_beyond_capacity,
+    expert_capacity,
+    expert_load,
+    route_tokens,
     router_logits,
     sequence_loss,
     switch_loss,
     updated_selection_bias,
-    within_capacity,
     z_loss,
 )
 from trainer.tolerance import assert_all_close
@@ -129,7 +129,7 @@ def filled(*modules: nn.Module) -> None:
 
 def ours(router: Any, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     logits = router_logits(x, router.weight, getattr(router, "bias", None))
-    return routed(logits, routing, selection_bias=getattr(router, "e_score_correction_bias", None))
+    return route_tokens(logits, routing, selection_bias=getattr(router, "e_score_correction_bias", None))
 
 
 def by_expert(experts: Tensor, probabilities: Tensor) -> Tensor:
@@ -174,20 +174,20 @@ def test_a_block_of_experts_is_that_of_transformers(
 
 
 def _through(experts: Any, x: Tensor, chosen: Tensor, probabilities: Tensor, *, in_sum: bool) -> Tensor:
-    permutation = Permutation.of(chosen, EXPERTS)
-    rows = permuted(x, permutation)
+    permutation = Permutation.from_choices(chosen, EXPERTS)
+    rows = permute_tokens(x, permutation)
     if isinstance(experts, GptOssExperts):
         weight, bias = (p.unflatten(1, (WIDTH, 2)).transpose(1, 2) for p in _gate_up(experts))
         gate_up = grouped_linear(rows, weight.flatten(1, 2), permutation.bounds)
-        gate_up = with_biases(gate_up, bias.flatten(1), permutation.bounds)
+        gate_up = add_biases(gate_up, bias.flatten(1), permutation.bounds)
         hidden = clamped_swiglu(gate_up.unflatten(1, (2, WIDTH)))
         down = grouped_linear(hidden, experts.down_proj.transpose(1, 2), permutation.bounds)
-        down = with_biases(down, experts.down_proj_bias, permutation.bounds)
-        return combined(down, permutation, probabilities)
+        down = add_biases(down, experts.down_proj_bias, permutation.bounds)
+        return combine_rows(down, permutation, probabilities)
     gate_up = grouped_linear(rows, experts.gate_up_proj, permutation.bounds).unflatten(1, (2, WIDTH))
-    hidden = swiglu(gate_up, None if in_sum else permuted_probabilities(probabilities, permutation))
+    hidden = swiglu(gate_up, None if in_sum else permute_probabilities(probabilities, permutation))
     down = grouped_linear(hidden, experts.down_proj, permutation.bounds)
-    return combined(down, permutation, probabilities if in_sum else None)
+    return combine_rows(down, permutation, probabilities if in_sum else None)
 
 
 def _gate_up(experts: Any) -> tuple[Tensor, Tensor]:
@@ -206,25 +206,25 @@ def _gate_up(experts: Any) -> tuple[Tensor, Tensor]:
 def test_numerical_gradients_of_weights_agree(routing: Routing) -> None:
     logits = torch.randn(4, EXPERTS).double().requires_grad_()
     wide = replace(routing, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda logits: routed(logits, wide)[1], [logits])
+    assert torch.autograd.gradcheck(lambda logits: route_tokens(logits, wide)[1], [logits])
 
 
 @pytest.mark.parametrize("scoring", list(Scoring))
 def test_a_replayed_choice_is_taken_and_weighted_anew(scoring: Scoring) -> None:
     routing, logits = Routing(EXPERTS, 3, scoring, renormalized=True), torch.randn(TOKENS, EXPERTS)
-    chosen, weights = routed(logits, routing)
-    again, same = routed(logits, routing, chosen=chosen)
+    chosen, weights = route_tokens(logits, routing)
+    again, same = route_tokens(logits, routing, chosen=chosen)
     assert torch.equal(again, chosen)
     assert torch.equal(same, weights)
-    other, others = routed(logits, routing, chosen=(chosen + 1) % EXPERTS)
+    other, others = route_tokens(logits, routing, chosen=(chosen + 1) % EXPERTS)
     assert torch.equal(other, (chosen + 1) % EXPERTS)
     assert torch.allclose(others.sum(-1), torch.ones(TOKENS))
 
 
 def test_scores_are_computed_in_the_precision_that_is_asked_for() -> None:
     logits = torch.randn(TOKENS, EXPERTS).bfloat16()
-    assert routed(logits, PLAIN)[1].dtype is torch.float32
-    assert routed(logits, replace(PLAIN, dtype=torch.float64))[1].dtype is torch.float64
+    assert route_tokens(logits, PLAIN)[1].dtype is torch.float32
+    assert route_tokens(logits, replace(PLAIN, dtype=torch.float64))[1].dtype is torch.float64
     x, weight = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(EXPERTS, HIDDEN).bfloat16()
     assert torch.equal(router_logits(x, weight, dtype=torch.float32), x.float() @ weight.float().t())
 
@@ -252,8 +252,8 @@ def test_renaming_experts_renames_choices(names: list[int], scoring: Scoring) ->
     )
     renamed = torch.empty_like(logits)
     renamed[:, order] = logits
-    weights = by_expert(*routed(logits, routing))
-    assert torch.allclose(by_expert(*routed(renamed, routing))[:, order], weights, atol=1e-6)
+    weights = by_expert(*route_tokens(logits, routing))
+    assert torch.allclose(by_expert(*route_tokens(renamed, routing))[:, order], weights, atol=1e-6)
 
 
 def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = None) -> Tensor:
@@ -264,7 +264,9 @@ def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = N
 def test_the_switch_loss_is_that_of_transformers_over_the_choices_of_a_token() -> None:
     logits = torch.randn(TOKENS, EXPERTS).requires_grad_()
     theirs = torch.as_tensor(load_balancing_loss_func((logits,), EXPERTS, 3))
-    loss = switch_loss(balancing_scores(logits, PLAIN), expert_counts(routed(logits, PLAIN)[0], EXPERTS), TOKENS, 3)
+    loss = switch_loss(
+        balancing_scores(logits, PLAIN), expert_counts(route_tokens(logits, PLAIN)[0], EXPERTS), TOKENS, 3
+    )
     gradients = [torch.autograd.grad(loss, logits)[0] * 3, torch.autograd.grad(theirs, logits)[0]]
     assert_all_close([loss * 3, gradients[0]], [theirs, gradients[1]], within=1e-6)
 
@@ -272,7 +274,7 @@ def test_the_switch_loss_is_that_of_transformers_over_the_choices_of_a_token() -
 def test_padding_takes_no_part_in_the_switch_loss() -> None:
     logits, counted = torch.randn(TOKENS, EXPERTS), torch.arange(TOKENS) < 20
     theirs = torch.as_tensor(load_balancing_loss_func((logits,), EXPERTS, 3, counted[None].long()))
-    counts = expert_counts(routed(logits, PLAIN)[0], EXPERTS, counted)
+    counts = expert_counts(route_tokens(logits, PLAIN)[0], EXPERTS, counted)
     loss = switch_loss(balancing_scores(logits, PLAIN) * counted[:, None], counts, 20, 3)
     assert_all_close([loss * 3], [theirs], within=1e-6)
 
@@ -280,7 +282,7 @@ def test_padding_takes_no_part_in_the_switch_loss() -> None:
 @given(st.integers(1, TOKENS - 1))
 def test_balancing_losses_of_parts_add_up_to_that_of_the_whole(cut: int) -> None:
     logits, segments = torch.randn(TOKENS, EXPERTS), (torch.arange(TOKENS) >= 11).int()
-    chosen, scores = routed(logits, PLAIN)[0], balancing_scores(logits, PLAIN)
+    chosen, scores = route_tokens(logits, PLAIN)[0], balancing_scores(logits, PLAIN)
     counts, lengths = document_counts(chosen, segments, 2, EXPERTS), torch.tensor([11, TOKENS - 11])
     parts = [slice(0, cut), slice(cut, TOKENS)]
     assert torch.equal(torch.stack([expert_counts(chosen[part], EXPERTS) for part in parts]).sum(0), counts.sum(0))
@@ -303,7 +305,7 @@ def test_the_sequence_loss_is_the_switch_loss_of_each_document() -> None:
     # The second document is empty.
     lengths = [11, 0, TOKENS - 11]
     segments = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).int()
-    chosen, scores = routed(logits, PLAIN)[0], balancing_scores(logits, PLAIN)
+    chosen, scores = route_tokens(logits, PLAIN)[0], balancing_scores(logits, PLAIN)
     counts = document_counts(chosen, segments, 3, EXPERTS)
     loss = sequence_loss(scores, counts, torch.tensor(lengths), segments, 3)
     apart = [
@@ -334,7 +336,7 @@ def test_the_z_loss_is_the_mean_square_of_the_normaliser() -> None:
 def test_an_expert_over_its_capacity_keeps_who_wants_it_the_most() -> None:
     experts = torch.tensor([[0, 1], [0, 2], [0, 1]])
     probabilities = torch.tensor([[0.5, 0.1], [0.2, 0.3], [0.9, 0.4]])
-    kept, weights = within_capacity(experts, probabilities, 2, 3)
+    kept, weights = drop_beyond_capacity(experts, probabilities, 2, 3)
     assert kept.tolist() == [[0, 1], [3, 2], [0, 1]]
     assert torch.equal(weights, probabilities * torch.tensor([[1, 1], [0, 1], [1, 1]]))
     assert expert_counts(kept, 3).tolist() == [2, 2, 1]
@@ -342,8 +344,8 @@ def test_an_expert_over_its_capacity_keeps_who_wants_it_the_most() -> None:
 
 @given(st.integers(1, 12))
 def test_nothing_is_dropped_below_capacity_and_nothing_kept_above(most: int) -> None:
-    experts, probabilities = routed(torch.randn(TOKENS, EXPERTS), PLAIN)
-    kept, weights = within_capacity(experts, probabilities, most, EXPERTS)
+    experts, probabilities = route_tokens(torch.randn(TOKENS, EXPERTS), PLAIN)
+    kept, weights = drop_beyond_capacity(experts, probabilities, most, EXPERTS)
     assert torch.equal(expert_counts(kept, EXPERTS), expert_counts(experts, EXPERTS).clamp(max=most))
     dropped = kept == EXPERTS
     assert torch.equal(weights, probabilities * ~dropped)
@@ -357,24 +359,24 @@ def test_megatron_keeps_the_same_choices_within_the_same_capacity(factor: float)
     probabilities, experts = torch.randn(TOKENS, EXPERTS).softmax(-1).topk(PLAIN.per_token)
     spread = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, probabilities)
     theirs, _ = apply_router_token_dropping(spread, spread > 0, PLAIN.per_token, factor)
-    most = capacity(torch.tensor(TOKENS), PLAIN, factor)
-    kept, weights = within_capacity(experts, probabilities, most, EXPERTS)
+    most = expert_capacity(torch.tensor(TOKENS), PLAIN, factor)
+    kept, weights = drop_beyond_capacity(experts, probabilities, most, EXPERTS)
     assert torch.equal(torch.zeros(TOKENS, EXPERTS + 1).scatter(1, kept, weights)[:, :EXPERTS], theirs)
 
 
 def test_dropped_choices_reach_no_expert() -> None:
-    experts, probabilities = routed(torch.randn(TOKENS, EXPERTS), PLAIN)
-    kept, weights = within_capacity(experts, probabilities, 4, EXPERTS)
+    experts, probabilities = route_tokens(torch.randn(TOKENS, EXPERTS), PLAIN)
+    kept, weights = drop_beyond_capacity(experts, probabilities, 4, EXPERTS)
     x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(EXPERTS, HIDDEN, HIDDEN)
-    permutation = Permutation.of(kept, EXPERTS, rows=int((kept < EXPERTS).sum()))
-    rows = grouped_linear(permuted(x, permutation), weight, permutation.bounds)
+    permutation = Permutation.from_choices(kept, EXPERTS, rows=int((kept < EXPERTS).sum()))
+    rows = grouped_linear(permute_tokens(x, permutation), weight, permutation.bounds)
     expected = torch.einsum("te,eoh,th->to", by_expert(experts, weights), weight, x)
-    assert_all_close([combined(rows, permutation, weights)], [expected], within=2e-6)
+    assert_all_close([combine_rows(rows, permutation, weights)], [expected], within=2e-6)
 
 
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 10), (1.25, 12), (1.3, 13), (0.01, 1)])
 def test_capacity_is_a_share_of_the_choices_rounded_up(factor: float, most: int) -> None:
-    assert capacity(torch.tensor(25), PLAIN, factor) == most
+    assert expert_capacity(torch.tensor(25), PLAIN, factor) == most
 
 
 def test_the_selection_bias_moves_towards_idle_experts() -> None:
@@ -392,7 +394,7 @@ def test_the_selection_bias_moves_towards_idle_experts() -> None:
     ],
 )
 def test_the_load_says_how_even_it_is(counts: list[int], imbalance: float, idle: int, entropy: float) -> None:
-    seen = load(torch.tensor(counts))
+    seen = expert_load(torch.tensor(counts))
     assert seen.imbalance.item() == pytest.approx(imbalance)
     assert seen.idle_experts.item() == idle
     assert seen.entropy.item() == pytest.approx(entropy)

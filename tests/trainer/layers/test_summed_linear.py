@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.layers.summed_linear import linear
+from moejob_trainer.layers.gradient_sums import find_gradient_sum
+from moejob_trainer.layers.summed_linear import summed_linear
 
 
 def leaves(dtype: torch.dtype, *, of_sum: torch.dtype) -> tuple[Tensor, nn.Parameter, nn.Parameter]:
@@ -27,7 +27,7 @@ def test_gradients_are_those_of_a_linear_map_and_its_weights_is_in_the_sum(dtype
     expected = functional.linear(*inputs)
     of_x, of_weight, *of_bias = torch.autograd.grad(expected, inputs, upstream)
 
-    product = linear(x, weight, bias if is_biased else None, gradient_sum(weight))
+    product = summed_linear(x, weight, bias if is_biased else None, find_gradient_sum(weight))
     assert torch.equal(product, expected)
     product.backward(upstream)
     within = 1e-5 if dtype is torch.float32 else 2e-2
@@ -43,7 +43,7 @@ def test_a_sum_that_no_product_can_add_to_is_left_to_autograd(is_trained: bool) 
     x, weight, _ = leaves(torch.bfloat16, of_sum=torch.float32 if is_trained else torch.bfloat16)
     weight.requires_grad_(is_trained)
     before = weight.main_grad.clone()  # type: ignore[attr-defined]
-    linear(x, weight, total=gradient_sum(weight)).sum().backward()
+    summed_linear(x, weight, total=find_gradient_sum(weight)).sum().backward()
     assert (weight.grad is not None) == is_trained
     assert not hasattr(weight, "grad_added_to_main_grad")
     assert torch.equal(weight.main_grad, before)  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from moejob_trainer.distributed.groups import ALONE, Group
 from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.distributed.side_stream import SideStream
 from moejob_trainer.layers.experts import grouped_linear
-from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, sum_into
-from moejob_trainer.megatron.replica_sums import GradientMemory, ReadGradientMemory, ReplicaSums
-from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
-from moejob_trainer.megatron.shares import Sharded, own_part, share_elements
+from moejob_trainer.layers.gradient_sums import find_gradient_sum
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, register_replica_sum
+from moejob_trainer.megatron.replica_sums import GradientMemory, PeerGradientMemory, ReplicaSums
+from moejob_trainer.megatron.share_memory import ShareMemory, make_share_memory
+from moejob_trainer.megatron.shares import ReplicaSharding, local_part, share_elements
 from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
@@ -43,21 +43,21 @@ def _divided(
     *,
     are_read: bool = False,
 ) -> tuple[DividedMatrix, ReplicaSums]:
-    sharded = Sharded(SHAPE, computes, group, share_elements(SHAPE, group))
-    padded, peers = (memory or ShareMemory(None, CPU)).take(sharded.each, torch.float32)
+    sharded = ReplicaSharding(SHAPE, computes, group, share_elements(SHAPE, group))
+    padded, peers = (memory or ShareMemory(None, CPU)).take_share(sharded.each, torch.float32)
     matrix = DividedMatrix(padded, sharded, is_trained=True, peers=peers)
-    own_part(matrix.share).copy_(_values().flatten()[sharded.start : sharded.stop])
+    local_part(matrix.share).copy_(_values().flatten()[sharded.start : sharded.stop])
     matrix.share.grad = torch.zeros_like(matrix.share)
     sums = ReplicaSums(group, SideStream(CPU), _gradient_memory(group, sharded.each * group.size, are_read=are_read))
-    sum_into(matrix, sums)
+    register_replica_sum(matrix, sums)
     return matrix, sums
 
 
 def _gradient_memory(group: Group, elements: int, *, are_read: bool) -> GradientMemory:
     if not are_read:
         return GradientMemory(torch.float32, CPU, MOST)
-    memory = memory_in_reach([elements] * MOST, torch.float32, group, CPU)
-    return ReadGradientMemory(memory, torch.float32, CPU, MOST)
+    memory = make_share_memory([elements] * MOST, torch.float32, group, CPU)
+    return PeerGradientMemory(memory, torch.float32, CPU, MOST)
 
 
 def _rows(rank: int, micro_batch: int) -> Tensor:
@@ -76,18 +76,18 @@ def gathered_twice(are_read: bool) -> bool:
     """Return whether the matrix was whole after each gather, and without memory between them."""
     group = _group()
     each = share_elements(SHAPE, group)
-    memory = memory_in_reach([5, each], torch.float32, group, CPU) if are_read else ShareMemory(None, CPU)
+    memory = make_share_memory([5, each], torch.float32, group, CPU) if are_read else ShareMemory(None, CPU)
     # Another share lies before it.
-    memory.take(5, torch.float32)
+    memory.take_share(5, torch.float32)
     matrix, _ = _divided(group, memory=memory)
     stream, found = SideStream(CPU), []
     for times in (1, 2):
         _wait_for(memory)
-        own_part(matrix.share).copy_(own_part(matrix.share) * times)
+        local_part(matrix.share).copy_(local_part(matrix.share) * times)
         _wait_for(memory)
-        matrix.gather(stream)()
+        matrix.start_gather(stream)()
         found.append(torch.equal(matrix.whole.detach(), _values() * times))
-        matrix.free()
+        matrix.free_whole()
         found.append(matrix.whole.untyped_storage().nbytes() == 0)
     return all(found)
 
@@ -104,8 +104,8 @@ def test_shares_with_more_bits_are_rounded_when_they_are_gathered(worlds: Worlds
 def gathered_in_bfloat16() -> bool:
     """Return whether the whole matrix is the share, rounded."""
     matrix, _ = _divided(_group(), torch.bfloat16)
-    own_part(matrix.share).add_(0.001)
-    matrix.gather(SideStream(CPU))()
+    local_part(matrix.share).add_(0.001)
+    matrix.start_gather(SideStream(CPU))()
     return torch.equal(matrix.whole.detach(), (_values() + 0.001).to(torch.bfloat16))
 
 
@@ -124,11 +124,11 @@ def summed_and_expected(are_read: bool) -> tuple[Tensor, Tensor]:
     matrix, sums = _divided(group, are_read=are_read)
     stream = SideStream(CPU)
     for number in range(MICRO_BATCHES):
-        matrix.gather(stream)()
-        product = grouped_linear(_rows(group.rank, number), matrix.whole, BOUNDS, total=gradient_sum(matrix.whole))
+        matrix.start_gather(stream)()
+        product = grouped_linear(_rows(group.rank, number), matrix.whole, BOUNDS, total=find_gradient_sum(matrix.whole))
         (product**2).sum().backward()
-        matrix.free()
-    sums.finish()
+        matrix.free_whole()
+    sums.finish_sums()
     weight = _values().requires_grad_()
     for rank in range(group.size):
         for number in range(MICRO_BATCHES):
@@ -136,7 +136,7 @@ def summed_and_expected(are_read: bool) -> tuple[Tensor, Tensor]:
     assert weight.grad is not None
     assert matrix.share.grad is not None
     sharded = matrix.sharded
-    return own_part(matrix.share.grad).clone(), weight.grad.flatten()[sharded.start : sharded.stop].clone()
+    return local_part(matrix.share.grad).clone(), weight.grad.flatten()[sharded.start : sharded.stop].clone()
 
 
 def test_a_gradient_of_autograd_is_summed_beside_that_of_a_product(worlds: Worlds) -> None:
@@ -150,15 +150,15 @@ def summed_of_both_kinds() -> Tensor:
     """Return the gradients of all shares."""
     group = _group()
     matrix, sums = _divided(group)
-    matrix.gather(SideStream(CPU))()
+    matrix.start_gather(SideStream(CPU))()
     for _ in range(2):
-        product = grouped_linear(torch.ones(3, 8), matrix.whole, BOUNDS, total=gradient_sum(matrix.whole))
+        product = grouped_linear(torch.ones(3, 8), matrix.whole, BOUNDS, total=find_gradient_sum(matrix.whole))
         product.sum().backward()
         (2 * matrix.whole).sum().backward()
-    sums.finish()
+    sums.finish_sums()
     assert matrix.share.grad is not None
     everyones = [torch.empty(24) for _ in range(group.size)]
-    dist.all_gather(everyones, own_part(matrix.share.grad).clone())
+    dist.all_gather(everyones, local_part(matrix.share.grad).clone())
     return torch.cat(everyones)
 
 
@@ -173,12 +173,12 @@ def memory_lent(are_read: bool) -> int:
     sums = ReplicaSums(group, SideStream(CPU), _gradient_memory(group, 8, are_read=are_read))
     places, total = [], torch.zeros(4)
     for number in range(6):
-        lent = sums.lend(8)
+        lent = sums.lend_gradient(8)
         places.append(lent.data_ptr())
-        sums.send(lent.fill_(1.0), total)
+        sums.send_gradient(lent.fill_(1.0), total)
         if are_read and number == 2:
-            sums.finish()
-    sums.finish()
+            sums.finish_sums()
+    sums.finish_sums()
     assert total.tolist() == [12.0] * 4
     return len({*places})
 
@@ -193,8 +193,8 @@ def test_rows_are_read_between_two_meetings_of_all_replicas() -> None:
         other.view(torch.float32).fill_(meetings[-1])
 
     memory = ShareMemory(PeerMemory(0, (own, other), meet), CPU)
-    gradients = ReadGradientMemory(memory, torch.float32, CPU, MOST)
+    gradients = PeerGradientMemory(memory, torch.float32, CPU, MOST)
     total = torch.full((4,), 5.0)
-    gradients.sum_into(total, gradients.new(8).fill_(1.0), Group(0, 2), SideStream(CPU))()
+    gradients.start_sum(total, gradients.allocate_gradient(8).fill_(1.0), Group(0, 2), SideStream(CPU))()
     assert total.tolist() == [9.0] * 4
     assert len(meetings) == 2

@@ -10,10 +10,10 @@ import pytest
 from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.generation_offload import generation_offload
-from moejob_trainer.megatron.shares import own_part
+from moejob_trainer.megatron.generation_offload import make_generation_offload
+from moejob_trainer.megatron.shares import local_part
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import STEPS, Cell, loss_of, micro_batches, started
 from trainer.worlds import Worlds
 
@@ -42,13 +42,13 @@ def losses(cell: Cell, folder: Path, offloads: bool) -> list[tuple[float, float]
     use_cpu()
     engine = started(cell, folder)
     try:
-        offload = generation_offload(engine.stages, engine.replicas, parameters=True, gradients=True)
+        offload = make_generation_offload(engine.stages, engine.data_parallel, parameters=True, gradients=True)
         found = []
         for step in range(STEPS):
             if offloads:
-                offload.leave()
+                offload.move_to_host()
                 assert _held(engine) == 0
-                offload.enter()
+                offload.move_to_device()
             result = engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
             found.append((result.loss, result.gradient_norm))
     finally:
@@ -56,11 +56,11 @@ def losses(cell: Cell, folder: Path, offloads: bool) -> list[tuple[float, float]
     return found
 
 
-def _held(engine: MegatronEngine) -> int:
+def _held(engine: MegatronTrainingEngine) -> int:
     """Bytes of weights and gradients."""
     parameters = [parameter for stage in engine.stages for parameter in stage.parameters()]
-    gradients = [engine.replicas.gradient(parameter) for parameter in parameters if parameter.requires_grad]
-    storages = [own_part(parameter).untyped_storage() for parameter in parameters]
+    gradients = [engine.data_parallel.local_gradient(parameter) for parameter in parameters if parameter.requires_grad]
+    storages = [local_part(parameter).untyped_storage() for parameter in parameters]
     return sum(storage.nbytes() for storage in (*storages, *[one.untyped_storage() for one in gradients]))
 
 
@@ -78,12 +78,12 @@ def parts_held(cell: Cell, folder: Path) -> tuple[int, int]:
     try:
         found = []
         for parameters in (False, True):
-            offload = generation_offload(
-                engine.stages, engine.replicas, parameters=parameters, gradients=not parameters
+            offload = make_generation_offload(
+                engine.stages, engine.data_parallel, parameters=parameters, gradients=not parameters
             )
-            offload.leave()
+            offload.move_to_host()
             found.append(_held(engine))
-            offload.enter()
+            offload.move_to_device()
     finally:
         stop_groups()
     return found[0], found[1]

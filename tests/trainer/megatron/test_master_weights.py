@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.megatron.master_weights import (
-    Copied,
-    Split,
-    Values,
-    Whole,
-    copied_to_host,
-    joined,
-    master_of,
-    split,
+    CopiedNumbers,
+    PlainNumbers,
+    SplitNumbers,
+    StoredNumbers,
+    copy_to_host,
+    join_float32,
+    make_master,
+    split_float32,
 )
 
 
@@ -46,64 +46,64 @@ def of_bits(*patterns: int) -> Tensor:
     ],
 )
 def test_a_number_is_split_and_joined_again(master: int, weight: int, remainder: int) -> None:
-    upper, lacking = split(of_bits(master))
+    upper, lacking = split_float32(of_bits(master))
     assert int(upper.view(torch.int16).item()) & 0xFFFF == weight
     assert lacking.item() == remainder
-    assert bits(joined(upper, lacking)) == [master]
+    assert bits(join_float32(upper, lacking)) == [master]
 
 
 @pytest.mark.parametrize("pattern", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], ids=hex)
 def test_what_is_not_a_number_stays_none(pattern: int) -> None:
-    upper, lacking = split(of_bits(pattern))
+    upper, lacking = split_float32(of_bits(pattern))
     assert upper.isnan().all()
-    assert joined(upper, lacking).isnan().all()
+    assert join_float32(upper, lacking).isnan().all()
 
 
 def test_any_bits_come_back_and_weights_are_those_of_torch_but_half_way() -> None:
     drawn = torch.randint(-(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(1))
     master = drawn.to(torch.int32).view(torch.float32)
     master = master[~master.isnan()]
-    upper, lacking = split(master)
-    assert torch.equal(joined(upper, lacking).view(torch.int32), master.view(torch.int32))
+    upper, lacking = split_float32(master)
+    assert torch.equal(join_float32(upper, lacking).view(torch.int32), master.view(torch.int32))
     is_half_way = master.view(torch.int32) & 0xFFFF == 0x8000
     assert torch.equal(upper[~is_half_way], master.to(torch.bfloat16)[~is_half_way])
 
 
-KINDS: dict[str, Callable[[Tensor], Values]] = {
-    "weights in float32": lambda numbers: Whole(numbers.clone()),
-    "weights in bfloat16": lambda numbers: Split(*split(numbers)),
-    "a copy in other memory": lambda numbers: Copied(numbers.to(torch.bfloat16), numbers.clone()),
+KINDS: dict[str, Callable[[Tensor], StoredNumbers]] = {
+    "weights in float32": lambda numbers: PlainNumbers(numbers.clone()),
+    "weights in bfloat16": lambda numbers: SplitNumbers(*split_float32(numbers)),
+    "a copy in other memory": lambda numbers: CopiedNumbers(numbers.to(torch.bfloat16), numbers.clone()),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @every_kind
 def test_a_part_that_is_written_is_read_in_the_whole(
-    kind: Callable[[Tensor], Values], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[Tensor], StoredNumbers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moejob_trainer.megatron.master_weights._AT_ONCE", 2)
     numbers = torch.randn(10)
     values = kind(numbers)
     changed = torch.randn(3)
-    values.part(2, 5).write(changed)
+    values.slice_range(2, 5).write(changed)
     assert torch.equal(values.read(), torch.cat([numbers[:2], changed, numbers[5:]]))
 
 
 @every_kind
 def test_a_copy_in_host_memory_is_the_same_however_it_is_cut(
-    kind: Callable[[Tensor], Values], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[Tensor], StoredNumbers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = torch.randn(10)
     monkeypatch.setattr("moejob_trainer.megatron.master_weights.UPDATE_ELEMENTS", 4)
-    copy = copied_to_host(kind(numbers))
+    copy = copy_to_host(kind(numbers))
     assert torch.equal(copy, numbers)
 
 
 def test_the_master_of_weights_is_these_weights() -> None:
     weight = torch.randn(10).to(torch.bfloat16)
-    assert torch.equal(master_of(weight).read(), weight.float())
+    assert torch.equal(make_master(weight).read(), weight.float())
 
 
 def test_a_type_that_is_no_half_of_float32_is_refused() -> None:
     with pytest.raises(TypeError, match="float16"):
-        master_of(torch.zeros(3, dtype=torch.float16))
+        make_master(torch.zeros(3, dtype=torch.float16))

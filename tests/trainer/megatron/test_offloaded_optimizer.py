@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from moejob_trainer.megatron.host_update import Chunk, HostBuffers, HostUpdate, Numbers
-from moejob_trainer.megatron.optimizer import moved_to_host
+from moejob_trainer.megatron.host_update import HostBuffers, HostUpdate, Numbers, UpdateChunk
+from moejob_trainer.megatron.optimizer import choose_host_shards
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ from moejob_trainer.megatron.optimizer import moved_to_host
     ],
 )
 def test_pieces_that_are_moved(sizes: list[int], share: float, moved: list[int]) -> None:
-    assert sorted(moved_to_host(sizes, share)) == moved
+    assert sorted(choose_host_shards(sizes, share)) == moved
 
 
 RATE, SCALE, CHUNK = 1e-3, 0.5, 7
 
 
-def moved_by_hand(piece: Chunk, scale: float) -> tuple[torch.Tensor, ...]:
+def moved_by_hand(piece: UpdateChunk, scale: float) -> tuple[torch.Tensor, ...]:
     """Return weights, main weights and moments after one AdamW step of these, all elements at once."""
     main, first, second = (one.float().clone() for one in (piece.main, piece.first_moment, piece.second_moment))
     gradient = piece.gradient.float() * scale
@@ -60,10 +60,10 @@ def step(numbers: Numbers, is_decayed: bool) -> None:
     )
 
 
-def piece(elements: int, moments: torch.dtype, *, is_decayed: bool) -> Chunk:
+def piece(elements: int, moments: torch.dtype, *, is_decayed: bool) -> UpdateChunk:
     main, gradient = torch.randn(elements), torch.randn(elements).bfloat16()
     kept = (torch.randn(elements).to(moments), torch.rand(elements).to(moments))
-    return Chunk(main.bfloat16(), gradient, main, *kept, is_decayed)
+    return UpdateChunk(main.bfloat16(), gradient, main, *kept, is_decayed)
 
 
 @pytest.mark.parametrize("overlaps_copies", [True, False])
@@ -95,11 +95,11 @@ def test_a_piece_is_updated_in_chunks_as_it_would_be_whole(moments: torch.dtype,
 def test_gradients_of_the_next_chunk_come_while_one_is_updated(
     overlaps_copies: bool, fetched_by_then: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched: list[Chunk] = []
+    fetched: list[UpdateChunk] = []
     seen: list[int] = []
     fetch = HostBuffers.fetch
 
-    def noted(buffers: HostBuffers, chunk: Chunk, scale: float) -> None:
+    def noted(buffers: HostBuffers, chunk: UpdateChunk, scale: float) -> None:
         fetched.append(chunk)
         fetch(buffers, chunk, scale)
 

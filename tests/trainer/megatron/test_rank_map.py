@@ -13,12 +13,12 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moejob_api.job.moe import Dispatcher
+from moejob_api.job.moe import DispatcherKind
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.layout.expert_nodes import expert_nodes
-from moejob_api.layout.ranks import ParallelGroup, members, place
-from moejob_api.layout.sizes import Layout, layout
-from moejob_api.layout.stages import stages
+from moejob_api.layout.ranks import ParallelGroup, group_members, rank_place
+from moejob_api.layout.sizes import Layout, derive_layout
+from moejob_api.layout.stages import pipeline_stages
 from moejob_trainer.distributed.groups import ALONE, Group
 from moejob_trainer.megatron.topology import start_groups
 
@@ -44,10 +44,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("asked", LAYOUTS)
 def test_every_rank_has_the_groups_megatron_gives_it(asked: Parallelism) -> None:
-    sizes = layout(asked, gpus_per_node=8)
+    sizes = derive_layout(asked, gpus_per_node=8)
     for rank in sampled(sizes):
         with megatron(sizes, rank):
-            assert megatron_groups() == {group: members(sizes, group, rank) for group in ParallelGroup}
+            assert megatron_groups() == {group: group_members(sizes, group, rank) for group in ParallelGroup}
             assert megatron_coordinates() == coordinates(sizes, rank)
 
 
@@ -64,17 +64,17 @@ def test_every_rank_has_the_groups_megatron_gives_it(asked: Parallelism) -> None
     ],
 )
 def test_groups_over_nodes_are_those_of_the_layout(asked: Parallelism, node: int) -> None:
-    sizes = layout(asked, node)
-    nodes = expert_nodes(sizes, Dispatcher.FLEX)
+    sizes = derive_layout(asked, node)
+    nodes = expert_nodes(sizes, DispatcherKind.FLEX)
     for rank in range(sizes.gpus):
         with fake_world(sizes, rank):
-            made = start_groups(sizes, Dispatcher.FLEX)
+            made = start_groups(sizes, DispatcherKind.FLEX)
             across, inside = made.expert_across, made.expert_inside
             if nodes is None:
                 assert (across, inside) == (ALONE, ALONE)
                 continue
-            assert _ranks(across) == nodes.across(rank)
-            assert _ranks(inside) == nodes.inside(rank)
+            assert _ranks(across) == nodes.ranks_across_nodes(rank)
+            assert _ranks(inside) == nodes.ranks_inside_node(rank)
             assert made.expert.rank == across.rank * inside.size + inside.rank
 
 
@@ -106,10 +106,10 @@ def _ranks(group: Group) -> tuple[int, ...]:
     ],
 )
 def test_every_chunk_has_the_layers_megatron_builds(asked: Parallelism, layers: int) -> None:
-    found = stages(asked, layers)
+    found = pipeline_stages(asked, layers)
     assert found is not None
     config = transformer_config(asked, layers)
-    sizes = layout(asked, gpus_per_node=8)
+    sizes = derive_layout(asked, gpus_per_node=8)
     with megatron(sizes, rank=0):
         built = megatron_layers(asked, config)
     assert built == {
@@ -127,8 +127,8 @@ def test_every_chunk_has_the_layers_megatron_builds(asked: Parallelism, layers: 
     ],
 )
 def test_what_has_no_stages_megatron_refuses_too(asked: Parallelism, layers: int) -> None:
-    assert stages(asked, layers) is None
-    with megatron(layout(asked, gpus_per_node=8), rank=0), pytest.raises((ValueError, AssertionError)):
+    assert pipeline_stages(asked, layers) is None
+    with megatron(derive_layout(asked, gpus_per_node=8), rank=0), pytest.raises((ValueError, AssertionError)):
         megatron_layers(asked, transformer_config(asked, layers))
 
 
@@ -216,7 +216,7 @@ def megatron_coordinates() -> tuple[int, ...]:
 
 
 def coordinates(sizes: Layout, rank: int) -> tuple[int, ...]:
-    here = place(sizes, rank)
+    here = rank_place(sizes, rank)
     return (
         here.tensor,
         here.context,

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from builders import merged
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.megatron import copy_memory, state_copies
 from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.master_weights import Split, Whole, split
+from moejob_trainer.megatron.master_weights import PlainNumbers, SplitNumbers, split_float32
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.state_copies import StateCopies
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.parity.checkpoints import state_in, unequal
 from trainer.worlds import Worlds
@@ -91,9 +91,9 @@ def saved_twice(cell: Cell, first: Path, at_once: Path, beside: Path, waits: boo
     try:
         _update(cell, engine, 0)
         with ThreadPoolExecutor(1) as background:
-            _files(engine, background).begin(at_once).writing.result()
+            _files(engine, background).start_writing(at_once).writing.result()
         with Held() as held:
-            pending, finish = _files(engine, held).begin(beside), engine.copies.finish
+            pending, finish = _files(engine, held).start_writing(beside), engine.copies.finish_copy
 
             def released() -> None:
                 if waits:
@@ -108,11 +108,11 @@ def saved_twice(cell: Cell, first: Path, at_once: Path, beside: Path, waits: boo
         stop_groups()
 
 
-def _files(engine: MegatronEngine, background: Executor) -> StateFiles:
-    return StateFiles(engine, table(engine.model.shape).parameters, background)
+def _files(engine: MegatronTrainingEngine, background: Executor) -> StateFiles:
+    return StateFiles(engine, build_tensor_table(engine.model.shape).parameters, background)
 
 
-def _update(cell: Cell, engine: MegatronEngine, step: int) -> None:
+def _update(cell: Cell, engine: MegatronTrainingEngine, step: int) -> None:
     engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
 
 
@@ -129,7 +129,7 @@ def updated_beside(cell: Cell, first: Path, nowhere: Path) -> bool:
     engine = started(cell, first)
     try:
         with ThreadPoolExecutor(1) as background:
-            pending = _files(engine, background).begin(nowhere)
+            pending = _files(engine, background).start_writing(nowhere)
             _update(cell, engine, 0)
             return isinstance(pending.writing.exception(), FileNotFoundError)
     finally:
@@ -155,7 +155,7 @@ def saved_once(cell: Cell, first: Path, folder: Path) -> bool:
     try:
         _update(cell, engine, 0)
         with ThreadPoolExecutor(1) as background:
-            pending = _files(engine, background).begin(folder)
+            pending = _files(engine, background).start_writing(folder)
             pending.writing.result()
         return pending.copy is not None
     finally:
@@ -166,36 +166,40 @@ def saved_once(cell: Cell, first: Path, folder: Path) -> bool:
 def test_a_copy_is_the_same_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     monkeypatch.setattr(state_copies, "PART_ELEMENTS", elements)
     numbers, moments = torch.randn(10), torch.randn(7).bfloat16()
-    made = StateCopies(CPU).begin([Split(*split(numbers)), Whole(moments), Whole(torch.empty(0))]).made()
+    made = (
+        StateCopies(CPU)
+        .start_copy([SplitNumbers(*split_float32(numbers)), PlainNumbers(moments), PlainNumbers(torch.empty(0))])
+        .make_copies()
+    )
     assert [_bits(copy) for copy in made] == [_bits(numbers), _bits(moments), []]
 
 
 def test_a_copy_that_fails_ends_the_wait_for_it() -> None:
     copies = StateCopies(CPU)
-    copy = copies.begin([Split(torch.zeros(2), torch.zeros(3))])
+    copy = copies.start_copy([SplitNumbers(torch.zeros(2), torch.zeros(3))])
     with pytest.raises(RuntimeError):
-        copy.made()
-    copies.finish()
+        copy.make_copies()
+    copies.finish_copy()
 
 
 def test_a_second_copy_lies_where_the_first_did_and_is_of_the_values_of_its_time() -> None:
     copies, numbers = StateCopies(CPU), torch.ones(3)
-    first = copies.begin([Whole(numbers)]).made()
+    first = copies.start_copy([PlainNumbers(numbers)]).make_copies()
     numbers += 1
-    second = copies.begin([Whole(numbers)]).made()
+    second = copies.start_copy([PlainNumbers(numbers)]).make_copies()
     assert [copy.data_ptr() for copy in first] == [copy.data_ptr() for copy in second]
     assert torch.equal(second[0], torch.full((3,), 2.0))
-    assert copies.begin([Whole(torch.zeros(4))]).made()[0].shape == (4,)
+    assert copies.start_copy([PlainNumbers(torch.zeros(4))]).make_copies()[0].shape == (4,)
 
 
 def test_a_copy_lies_in_the_memory_that_was_prepared_for_it() -> None:
-    copies, values = StateCopies(CPU), [Whole(torch.ones(3)), Whole(torch.ones(5).bfloat16())]
-    copies.prepare(values)
-    made = copies.begin(values).made()
-    copies.prepare(values)
-    copies.prepared()
+    copies, values = StateCopies(CPU), [PlainNumbers(torch.ones(3)), PlainNumbers(torch.ones(5).bfloat16())]
+    copies.prepare_memory(values)
+    made = copies.start_copy(values).make_copies()
+    copies.prepare_memory(values)
+    copies.wait_for_memory()
     assert [copy.tolist() for copy in made] == [[1.0] * 3, [1.0] * 5], "prepared again beside a copy"
-    assert [copy.data_ptr() for copy in copies.begin(values).made()] == [copy.data_ptr() for copy in made]
+    assert [copy.data_ptr() for copy in copies.start_copy(values).make_copies()] == [copy.data_ptr() for copy in made]
 
 
 def test_copies_begin_where_no_other_ends_in_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +212,7 @@ def test_copies_begin_where_no_other_ends_in_blocks_of_bounded_size(monkeypatch:
     assert all(copy.data_ptr() % 64 == 0 for copy in memory.copies if copy.numel())
     blocks = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in memory.copies}
     assert len(blocks) == 4
-    assert sum(blocks.values()) == sum(size.bytes for size in sizes)
+    assert sum(blocks.values()) == sum(size.aligned_bytes for size in sizes)
 
 
 def test_memory_is_taken_once_and_waited_for() -> None:
@@ -216,7 +220,7 @@ def test_memory_is_taken_once_and_waited_for() -> None:
     memory.copies[0].fill_(1.0)
     memory.wait()
     assert memory.copies[0].sum() == 1000.0
-    memory.take()
+    memory.start_allocation()
     memory.wait()
     memory.wait()
     assert memory.copies[0].sum() == 0.0
@@ -224,16 +228,16 @@ def test_memory_is_taken_once_and_waited_for() -> None:
 
 def test_a_second_copy_waits_for_the_first() -> None:
     copies, order = StateCopies(CPU), list[str]()
-    first = copies.begin([Whole(torch.zeros(1))])
+    first = copies.start_copy([PlainNumbers(torch.zeros(1))])
 
     def second() -> None:
-        copies.begin([Whole(torch.zeros(1))])
+        copies.start_copy([PlainNumbers(torch.zeros(1))])
         order.append("second begun")
 
     waiting = threading.Thread(target=second)
     waiting.start()
     order.append("first made")
-    first.made()
+    first.make_copies()
     waiting.join()
     assert order == ["first made", "second begun"]
 

@@ -38,11 +38,11 @@ def test_parts_of_a_matrix_are_the_rows_that_are_read(
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "matrix"]
     files, shard = ShardFiles(tmp_path), ShardSpec(start, size)
     content = (tmp_path / "state").read_bytes()
-    found = [content[part.offset : part.offset + part.length] for part in files.parts(shard, stored)]
+    found = [content[part.offset : part.offset + part.length] for part in files.file_parts(shard, stored)]
     assert found == parts
     target = torch.zeros(size)
-    files.fill(target, shard, stored, "matrix")
-    assert torch.equal(target, WHOLE[shard.slices])
+    files.fill_shard(target, shard, stored, "matrix")
+    assert torch.equal(target, WHOLE[shard.index_slices])
 
 
 @pytest.mark.parametrize("readers", [1, 2, 4])
@@ -55,8 +55,8 @@ def test_rows_come_to_their_places_however_many_are_read_at_once(
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "matrix"]
     # As weights are filled: those that learn want no gradient of it.
     shard, target = ShardSpec((1, 3), (6, 3)), torch.zeros(6, 3, requires_grad=True)
-    ShardFiles(tmp_path, readers).fill(target, shard, stored, "matrix")
-    assert torch.equal(target, WHOLE[shard.slices])
+    ShardFiles(tmp_path, readers).fill_shard(target, shard, stored, "matrix")
+    assert torch.equal(target, WHOLE[shard.index_slices])
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -68,11 +68,11 @@ def test_a_file_that_ends_in_the_middle_of_a_tensor_is_an_error(
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "matrix"]
     os.truncate(tmp_path / "state", stored[0].offset + 30)
     with pytest.raises(OSError, match="ends in the middle of a tensor"):
-        ShardFiles(tmp_path, readers).fill(torch.zeros(2, 6), ShardSpec((0, 0), (2, 6)), stored, "matrix")
+        ShardFiles(tmp_path, readers).fill_shard(torch.zeros(2, 6), ShardSpec((0, 0), (2, 6)), stored, "matrix")
 
 
 def test_a_number_is_one_part(tmp_path: Path) -> None:
     save_file(STORED, tmp_path / "state", {SHARDS: json.dumps(DESCRIBED)})
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "number"]
-    (part,) = ShardFiles(tmp_path).parts(ShardSpec((), ()), stored)
+    (part,) = ShardFiles(tmp_path).file_parts(ShardSpec((), ()), stored)
     assert (tmp_path / "state").read_bytes()[part.offset :][: part.length] == torch.tensor(7.0).numpy().tobytes()

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_configs import config as small_config
 from moejob_api.models.families import shape_of
-from moejob_api.models.families.keys import KEYS, Only, Positive
+from moejob_api.models.families.keys import KEYS, PositiveKey, RestrictedKey
 from moejob_api.models.shape import Family
 from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec
@@ -64,7 +64,7 @@ def test_what_the_config_class_says_by_default_is_not_refused(family: Family) ->
         (family, key)
         for family in TRAINED
         for key, treatment in KEYS[family].items()
-        if isinstance(treatment, Only | Positive)
+        if isinstance(treatment, RestrictedKey | PositiveKey)
     ],
 )
 def test_a_key_with_limits_is_refused_beyond_them(family: Family, key: str) -> None:

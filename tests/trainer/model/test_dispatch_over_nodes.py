@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 
 from gpu.exchanges import CHOICES, HELD, PLENTY, WIDTH, Seen, Way, two_layers
-from moejob_api.job.moe import Dispatcher
+from moejob_api.job.moe import DispatcherKind
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.sizes import Layout, derive_layout
 from moejob_trainer.distributed.groups import ALONE, Groups
-from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, map_peer_memory
 from moejob_trainer.layers.permutation import Permutation
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.model.dispatch import ExpertHolders, combine, dispatch
+from moejob_trainer.model.dispatch import ExpertHolders, combine_outputs, dispatch_tokens
 from trainer.worlds import Worlds
 
 TOKENS = (5, 8, 13, 3)
 # Of two ranks, or of four where two share experts.
-TWO_NODES = layout(Parallelism(expert=4), 2)
-TWO_NODES_SHARING = layout(
+TWO_NODES = derive_layout(Parallelism(expert=4), 2)
+TWO_NODES_SHARING = derive_layout(
     Parallelism(tensor=2, data=4, expert=4, expert_tensor=2, expert_layout=ExpertLayout.FOLDED), 4
 )
 WAYS = {
@@ -42,7 +42,7 @@ WAYS = {
 def by_all_ways(way: Way) -> tuple[Seen, Seen, Seen]:
     """Two layers straight to ranks, over nodes by all-to-all, and over nodes with memory inside each."""
     with _groups(TWO_NODES if way.sharing == 1 else TWO_NODES_SHARING) as groups:
-        memory = peer_memory(way.size_bytes, groups.expert_inside.handle, torch.device("cpu"), FOR_TOKENS)
+        memory = map_peer_memory(way.size_bytes, groups.expert_inside.handle, torch.device("cpu"), FOR_TOKENS)
         each = _straight(groups), groups, replace(groups, expert_memory=memory)
         straight, exchanged, written = (two_layers(way, one, "cpu") for one in each)
         return straight, exchanged, written
@@ -51,7 +51,7 @@ def by_all_ways(way: Way) -> tuple[Seen, Seen, Seen]:
 @contextmanager
 def _groups(sizes: Layout) -> Iterator[Groups]:
     try:
-        yield start_groups(sizes, Dispatcher.FLEX)
+        yield start_groups(sizes, DispatcherKind.FLEX)
     finally:
         stop_groups()
 
@@ -90,10 +90,10 @@ def crossings(sizes: Layout, tokens: int, way: str) -> Crossings:
         chosen = torch.rand(tokens, HELD * groups.expert.size, generator=random).topk(CHOICES).indices
         holders = ExpertHolders(_straight(groups) if way == "straight" else groups, HELD)
         with _counting(sizes) as out:
-            sent = dispatch(torch.ones(tokens, WIDTH), chosen, torch.ones(chosen.shape), holders)
-        order = Permutation.of(sent.chosen, HELD, sent.choices)
+            sent = dispatch_tokens(torch.ones(tokens, WIDTH), chosen, torch.ones(chosen.shape), holders)
+        order = Permutation.from_choices(sent.chosen, HELD, sent.choice_count)
         with _counting(sizes) as back:
-            combine(sent.fetch(sent.rows, order), sent, order)
+            combine_outputs(sent.fetch_rows(sent.rows, order), sent, order)
     ranks = [{*row} for row in (chosen // HELD).tolist()]
     elsewhere = [{rank for rank in of_token if rank // sizes.gpus_per_pod != node} for of_token in ranks]
     nodes = sum(len({rank // sizes.gpus_per_pod for rank in of_token}) for of_token in elsewhere)

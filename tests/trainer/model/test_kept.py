@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from builders import spec
 from model_configs import config
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import Family
-from moejob_api.planner.memory.activations import beside_mtp_layer
-from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, kept
-from moejob_api.planner.memory.microbatch_share import keeping, share
+from moejob_api.planner.memory.activations import mtp_module_bytes
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, kept_by_layer
+from moejob_api.planner.memory.microbatch_share import activation_settings, microbatch_share
 from moejob_trainer.distributed.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
-from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.architecture import read_architecture
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import OffloadedLayer, OffloadedPass
@@ -119,17 +119,17 @@ def _job(modules: str, **parallelism: int) -> Spec:
 
 def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[TransformerLayer, PackedBatch, int]:
     family, number = FAMILIES[name]
-    model = architecture(config(family, **SIZES))
+    model = read_architecture(config(family, **SIZES))
     shape = model.shape.layers[number]
     torch.manual_seed(3)
     layer = TransformerLayer(shape, model, job, groups)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    documents = Documents.of([TOKENS])
-    own = documents.segments()[: TOKENS // groups.tensor.size]
+    documents = Documents.from_lengths([TOKENS])
+    own = documents.segment_ids()[: TOKENS // groups.tensor.size]
     packed = make_packed_batch(documents, model.rotary, None, LocalTokens(torch.ones(len(own), dtype=torch.bool), own))
-    of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
-    return layer, packed, kept(shape, of_gpu, keeping(job)).total
+    of_gpu = microbatch_share(job, model.shape, derive_layout(job.parallelism, 8), TOKENS)
+    return layer, packed, kept_by_layer(shape, of_gpu, activation_settings(job)).total
 
 
 def _measured_and_planned(name: str, modules: str) -> tuple[int, int]:
@@ -205,7 +205,7 @@ def _offloaded_bytes(layer: TransformerLayer, packed: PackedBatch, x: Tensor) ->
     """Copies in host memory, and whatever is left where it was computed."""
 
     def offloaded() -> Tensor:
-        with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.of(layer):
+        with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.offload_module(layer):
             result: Tensor = layer(x, packed)
             return result
 
@@ -232,7 +232,7 @@ def test_what_is_made_again_is_not_offloaded_and_is_made_from_what_is(modules: s
     kept = kept_bytes(lambda: layer(x, packed), staying)
     assert _offloaded_bytes(layer, packed, x) == pytest.approx(kept + x.nbytes, rel=0.07)
     plain = torch.autograd.grad(layer(x, packed).square().sum(), [x, *layer.parameters()])
-    with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.of(layer):
+    with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.offload_module(layer):
         result = layer(x, packed)
     found = torch.autograd.grad(result.square().sum(), [x, *layer.parameters()])
     # What comes back lies in rows, which another kernel multiplies.
@@ -245,7 +245,7 @@ def test_two_layers_at_most_are_fetched_at_a_time_and_none_is_left() -> None:
     with OffloadedPass([]) as offloaded:
         numbers = weakref.WeakKeyDictionary[OffloadedLayer, int]()
         for number, module in enumerate(layers):
-            with offloaded.of(module):
+            with offloaded.offload_module(module):
                 within = module(x)
                 x = within.tanh()
             assert offloaded.last is not None
@@ -272,7 +272,7 @@ def test_weights_that_are_gathered_for_a_layer_are_not_offloaded(name: str) -> N
 
 @pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GLM4_MOE])
 def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(family: Family) -> None:
-    job, model = _job(""), architecture(config(family, **SIZES))
+    job, model = _job(""), read_architecture(config(family, **SIZES))
     module = MTPModule(model.shape.mtp_layers[0], model, job, ALONE)
     _, packed, _ = _layer("a dense layer", job)
     packed = make_packed_batch(packed.documents, model.rotary, None, LocalTokens(packed.is_real, packed.segments))
@@ -284,8 +284,8 @@ def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(
     layer = kept_bytes(lambda: module.layer(x * 2, packed), before)
     # Where a kernel keeps a number of each token beside its input, torch's operations keep the quotient too.
     wide = kept_bytes(lambda: module.final_norm(x), before) - TOKENS * FLOAT32_BYTES
-    of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
-    assert whole + x.nbytes - layer - 3 * wide == beside_mtp_layer(of_gpu)
+    of_gpu = microbatch_share(job, model.shape, derive_layout(job.parallelism, 8), TOKENS)
+    assert whole + x.nbytes - layer - 3 * wide == mtp_module_bytes(of_gpu)
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:

@@ -13,7 +13,7 @@ from model_configs import config
 from moejob_api.models.shape import Experts, Family
 from moejob_trainer.distributed.groups import ALONE, Groups
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.model.architecture import Architecture, architecture
+from moejob_trainer.model.architecture import Architecture, read_architecture
 from moejob_trainer.model.layer import moe_settings
 from moejob_trainer.model.linear import TensorShare
 from moejob_trainer.model.moe_layer import MoELayer
@@ -23,7 +23,7 @@ HIDDEN, TOKENS, PADDING = 24, 20, 4
 
 
 def _model() -> Architecture:
-    return architecture(config(Family.QWEN3_MOE, norm_topk_prob=True))
+    return read_architecture(config(Family.QWEN3_MOE, norm_topk_prob=True))
 
 
 def _moe(**moe: Any) -> MoELayer:
@@ -40,9 +40,9 @@ def _moe(**moe: Any) -> MoELayer:
 
 def _mixed(moe: MoELayer, x: Tensor) -> Tensor:
     """The last tokens are padding."""
-    documents = Documents.of([TOKENS, PADDING])
+    documents = Documents.from_lengths([TOKENS, PADDING])
     is_real = torch.arange(TOKENS + PADDING) < TOKENS
-    packed = make_packed_batch(documents, _model().rotary, None, LocalTokens(is_real, documents.segments()))
+    packed = make_packed_batch(documents, _model().rotary, None, LocalTokens(is_real, documents.segment_ids()))
     result: Tensor = moe(x, packed)
     return result
 
@@ -91,8 +91,8 @@ def test_a_token_that_no_expert_takes_adds_nothing_to_what_goes_past_them() -> N
 
 
 def _replaying(moe: MoELayer, x: Tensor, replayed: Tensor, number: int | None) -> Tensor:
-    documents = Documents.of([len(x)])
-    own = LocalTokens(torch.ones(len(x), dtype=torch.bool), documents.segments(), {5: replayed})
+    documents = Documents.from_lengths([len(x)])
+    own = LocalTokens(torch.ones(len(x), dtype=torch.bool), documents.segment_ids(), {5: replayed})
     moe.number = number
     result: Tensor = moe(x, make_packed_batch(documents, _model().rotary, None, own))
     return result

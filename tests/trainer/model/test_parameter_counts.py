@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from model_configs import ODD, any_config, config
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.models.parameters import ParameterCounts, model_weights, parameters
+from moejob_api.models.parameters import ParameterCounts, model_weights, total_parameters
 from moejob_api.models.shape import Family, GroupedAttention, ModelShape
 
 REPLICATED = re.compile(
@@ -84,9 +84,9 @@ def test_any_model_of_a_family_is_counted_exactly(family: Family, data: st.DataO
     assert model_weights(shape_of(values)) == divided(built(values))
 
 
-@pytest.mark.parametrize("name", catalog.shipped())
+@pytest.mark.parametrize("name", catalog.shipped_names())
 def test_a_shipped_config_builds_the_model_that_is_counted(name: str) -> None:
-    values = dict(catalog.config(name) or {})
+    values = dict(catalog.find_config(name) or {})
     model = built(values)
     assert model_weights(shape_of(values)) == divided(model)
-    assert parameters(shape_of(values)) == sum(parameter.numel() for parameter in model.parameters())
+    assert total_parameters(shape_of(values)) == sum(parameter.numel() for parameter in model.parameters())

@@ -20,7 +20,7 @@ from moejob_api.models.parameters import ParameterCounts, model_weights, mtp_wei
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices, parameters
+from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices, model_parameters
 
 TRAINED = [family for family in Family if family is not Family.QWEN3_NEXT]
 
@@ -28,7 +28,7 @@ TRAINED = [family for family in Family if family is not Family.QWEN3_NEXT]
 def declared(shape: ModelShape) -> ParameterCounts:
     """Our parameters counted by how they are divided."""
     found = Counter[str]()
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if not parameter.is_buffer:
             found[kind(parameter)] += prod(parameter.shape)
     return ParameterCounts(**found)
@@ -62,19 +62,19 @@ def test_any_model_has_as_many_parameters_as_are_counted(family: Family, data: s
     assert declared(shape) == model_weights(shape) + mtp_weights(shape)
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.shipped() if "Next" not in name])
+@pytest.mark.parametrize("name", [name for name in catalog.shipped_names() if "Next" not in name])
 def test_every_parameter_of_a_shipped_model_has_a_name_of_its_own(name: str) -> None:
-    names = [parameter.name for parameter in parameters(shape_of(dict(catalog.config(name) or {})))]
+    names = [parameter.name for parameter in model_parameters(shape_of(dict(catalog.find_config(name) or {})))]
     assert len(names) == len(set(names))
 
 
 def test_a_model_with_linear_attention_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="Qwen3-Next"):
-        parameters(shape_of(config(Family.QWEN3_NEXT)))
+        model_parameters(shape_of(config(Family.QWEN3_NEXT)))
 
 
 def test_the_vocabulary_is_padded_alike_in_every_layout() -> None:
-    embedding = parameters(shape_of(config(Family.LLAMA, vocab_size=129)))[0]
+    embedding = model_parameters(shape_of(config(Family.LLAMA, vocab_size=129)))[0]
     assert embedding.shape == (256, 24)
 
 

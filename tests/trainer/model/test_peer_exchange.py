@@ -16,7 +16,7 @@ from trainer.worlds import Worlds
 def test_places_of_tokens_number_the_memory_of_all_ranks_as_one() -> None:
     # Rank 1 of two: tokens 0 and 2 go to rank 0, tokens 1 and 2 to rank 1; rank 0 sends three rows here and one there.
     destinations = torch.tensor([[0, 2], [1, 2], [1, 0]])
-    permutation = Permutation.of(destinations, 2, 4)
+    permutation = Permutation.from_choices(destinations, 2, 4)
     places = peer_places(destinations, permutation, torch.tensor([3, 1]), rows=10)
     assert places.tolist() == [[3, -1], [11, -1], [12, 4]]
 

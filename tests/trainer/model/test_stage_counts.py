@@ -11,12 +11,12 @@ from builders import merged, spec
 from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.shape import Family
-from moejob_api.planner.memory.case import Parameters, Portion, prepared, stage_parameters
+from moejob_api.planner.memory.case import HeldParameters, LocalParameters, prepare_case, stage_parameters
 from moejob_trainer.distributed.groups import Group, Groups
-from moejob_trainer.megatron.stages import places
-from moejob_trainer.model.architecture import Architecture, architecture, as_trained
+from moejob_trainer.megatron.stages import stage_places
+from moejob_trainer.model.architecture import Architecture, read_architecture, trained_architecture
 from moejob_trainer.model.linear import is_expert
 from moejob_trainer.model.stage import Stage
 
@@ -65,19 +65,19 @@ def _groups(sizes: Layout, stage: int) -> Groups:
     )
 
 
-def _held(model: Architecture, job: Spec, groups: Groups) -> Portion:
+def _held(model: Architecture, job: Spec, groups: Groups) -> HeldParameters:
     with torch.device("meta"):
-        stages = [Stage(model, job, groups, place) for place in places(model, job, groups)]
+        stages = [Stage(model, job, groups, place) for place in stage_places(model, job, groups)]
     if job.moe.freeze_router:
         for name, parameter in (named for stage in stages for named in stage.named_parameters()):
             parameter.requires_grad = ".router." not in name
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    return Portion(_counted(parameters), _counted([one for one in parameters if one.requires_grad]))
+    return HeldParameters(_counted(parameters), _counted([one for one in parameters if one.requires_grad]))
 
 
-def _counted(parameters: list[torch.nn.Parameter]) -> Parameters:
+def _counted(parameters: list[torch.nn.Parameter]) -> LocalParameters:
     routed = sum(parameter.numel() for parameter in parameters if is_expert(parameter))
-    return Parameters(sum(parameter.numel() for parameter in parameters) - routed, routed)
+    return LocalParameters(sum(parameter.numel() for parameter in parameters) - routed, routed)
 
 
 @pytest.mark.parametrize("trained", TRAINED)
@@ -85,10 +85,10 @@ def _counted(parameters: list[torch.nn.Parameter]) -> Parameters:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_stage_holds_and_trains_what_planning_counts(name: str, layout: str, trained: str) -> None:
     family, changes = MODELS[name]
-    model = architecture(config(family, **SIZES | changes))
+    model = read_architecture(config(family, **SIZES | changes))
     job = spec(**merged(TRAINED[trained], {"parallelism": LAYOUTS[layout]}))
     sizes = layout_of(job.parallelism, 8)
-    case = prepared(job, model.shape, sizes)
+    case = prepare_case(job, model.shape, sizes)
     for stage in case.stages:
-        found = _held(as_trained(model, job), job, _groups(sizes, stage.index))
+        found = _held(trained_architecture(model, job), job, _groups(sizes, stage.index))
         assert found == stage_parameters(case, stage), f"stage {stage.index}"

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.model_export import Target, export
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.model_export import ExportTarget, export_weights
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import adapter_weights, whole_weights
-from moejob_trainer.model_check.checks import Checks
-from moejob_trainer.model_check.tolerance import Tolerance, of_states
+from moejob_trainer.model_check.checks import ModelChecks
+from moejob_trainer.model_check.tolerance import Tolerance, compare_states
 from trainer.conversion.published import values_of
 from trainer.conversion.test_quantized import eighths, fours
 from trainer.parity.cells import (
@@ -98,13 +98,13 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
 ]
 
 
-def _refusal(cell: Cell, folder: Path, act: Callable[[MegatronEngine, Checks], object]) -> str:
+def _refusal(cell: Cell, folder: Path, act: Callable[[MegatronTrainingEngine, ModelChecks], object]) -> str:
     """Return the refusal of a check on a rank of the cell. Two neighbouring ranks are on each node."""
     use_cpu()
     engine = started(cell, folder)
     node = engine.placement.model_groups.rank // RANKS_PER_NODE
     try:
-        act(engine, Checks(engine, layout(cell.spec().parallelism, 8), node))
+        act(engine, ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), node))
     except (InvalidSpec, BadConfiguration) as refused:
         return str(refused)
     finally:
@@ -114,22 +114,22 @@ def _refusal(cell: Cell, folder: Path, act: Callable[[MegatronEngine, Checks], o
 
 def imported(cell: Cell, folder: Path) -> str:
     """Return the refusal of an import's check; one rank's part."""
-    return _refusal(cell, folder, lambda _, checks: checks.imported(folder / "first"))
+    return _refusal(cell, folder, lambda _, checks: checks.check_import(folder / "first"))
 
 
 def exported(cell: Cell, folder: Path, target: Path, mistake: str) -> str:
     """Return the refusal of an export's check after a step; one rank's part."""
 
-    def act(engine: MegatronEngine, checks: Checks) -> None:
+    def act(engine: MegatronTrainingEngine, checks: ModelChecks) -> None:
         engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
 
         def check(unfinished: Path) -> None:
             if mistake:
                 MISTAKES[mistake](engine)
-            checks.exported(unfinished)
+            checks.check_export(unfinished)
 
-        state, declared = whole_weights(engine.stages), table(engine.model.shape)
-        export(state, declared, engine.placement.model_groups, Target(target, folder / "first"), check)
+        state, declared = whole_weights(engine.stages), build_tensor_table(engine.model.shape)
+        export_weights(state, declared, engine.placement.model_groups, ExportTarget(target, folder / "first"), check)
 
     return _refusal(cell, folder, act)
 
@@ -137,34 +137,34 @@ def exported(cell: Cell, folder: Path, target: Path, mistake: str) -> str:
 def exported_adapters(cell: Cell, folder: Path, target: Path, scale: float) -> str:
     """The same of adapters."""
 
-    def act(engine: MegatronEngine, checks: Checks) -> None:
+    def act(engine: MegatronTrainingEngine, checks: ModelChecks) -> None:
         lora = cell.spec().training.lora
         assert lora is not None
-        declared, base = adapter_table(engine.model.shape, lora), folder / "first"
+        declared, base = build_adapter_table(engine.model.shape, lora), folder / "first"
         export_adapters(
             adapter_weights(engine.stages),
             declared,
             engine.placement.model_groups,
             AdapterTarget(target, str(base), lora),
-            partial(checks.exported_adapters, base=base, scale=scale),
+            partial(checks.check_exported_adapters, base=base, scale=scale),
         )
 
     return _refusal(cell, folder, act)
 
 
-def _move_final_norm(engine: MegatronEngine) -> None:
+def _move_final_norm(engine: MegatronTrainingEngine) -> None:
     for stage in engine.stages:
         if stage.place.is_last:
             stage.final_norm.weight.data.mul_(1.01)
 
 
-def _move_embedding(engine: MegatronEngine) -> None:
+def _move_embedding(engine: MegatronTrainingEngine) -> None:
     for stage in engine.stages:
         if stage.place.is_first:
             stage.embedding.weight.data.mul_(1.01)
 
 
-MISTAKES: Mapping[str, Callable[[MegatronEngine], None]] = {
+MISTAKES: Mapping[str, Callable[[MegatronTrainingEngine], None]] = {
     "the logits": _move_final_norm,
     "the embedding": _move_embedding,
 }
@@ -307,30 +307,30 @@ def test_as_many_tokens_may_differ_as_rounding_sends_to_another_expert() -> None
     before, added = torch.zeros(8, 4), torch.ones(8, 4)
     strayed = added.clone()
     strayed[:2] *= 2
-    of = partial(of_states, "layer 7", strayed, added, before)
-    assert not of(Tolerance(relative=0.5, rounding=0.0, logits=0.0, outliers=0.25)).differs
+    of = partial(compare_states, "layer 7", strayed, added, before)
+    assert not of(Tolerance(relative=0.5, rounding=0.0, logits=0.0, outliers=0.25)).is_different
     found = of(Tolerance(relative=0.5, rounding=0.0, logits=0.0, outliers=0.24))
-    assert found.differs
+    assert found.is_different
     assert str(found) == "layer 7 (2 of 8 tokens differ, by up to 2 times the rounding)"
 
 
 def test_what_is_no_number_differs() -> None:
-    found = of_states(
+    found = compare_states(
         "layer 7", torch.full((4, 2), torch.nan), torch.ones(4, 2), torch.zeros(4, 2), Tolerance(1, 1, 1, 0)
     )
-    assert found.differs
+    assert found.is_different
     assert found.outliers == 4
 
 
 def unheard(cell: Cell, folder: Path) -> str:
     """Return the error where a layer is not reached."""
 
-    def act(engine: MegatronEngine, checks: Checks) -> None:
+    def act(engine: MegatronTrainingEngine, checks: ModelChecks) -> None:
         for stage in engine.stages:
             layer: Any = stage.layers["1"]
             # At a module that is not called.
             layer.register_forward_hook = torch.nn.Identity().register_forward_hook
-        checks.imported(folder / "first")
+        checks.check_import(folder / "first")
 
     try:
         return _refusal(cell, folder, act)

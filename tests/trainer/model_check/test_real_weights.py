@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.model_export import Target, export
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.model_export import ExportTarget, export_weights
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import adapter_weights, named_weights, whole_weights
-from moejob_trainer.model_check.checks import Checks
+from moejob_trainer.model_check.checks import ModelChecks
 from real_models import DENSE, MIXTRAL, QWEN3_MOE, find_real_model
 from trainer.conversion.published import values_of
 from trainer.conversion.test_quantized import eighths
@@ -37,51 +37,51 @@ TYPES = ("float32", "bfloat16")
 LAYER = "7"
 
 
-def _drop_tensor(engine: MegatronEngine) -> None:
+def _drop_tensor(engine: MegatronTrainingEngine) -> None:
     _down_projection(engine).zero_()
 
 
-def _leave_norm(engine: MegatronEngine) -> None:
+def _leave_norm(engine: MegatronTrainingEngine) -> None:
     _layer(engine).attention_norm.weight.data.fill_(1)
 
 
-def _transpose_projection(engine: MegatronEngine) -> None:
+def _transpose_projection(engine: MegatronTrainingEngine) -> None:
     weight = _layer(engine).attention.output.weight.data
     hidden = engine.model.shape.hidden
     weight.copy_(weight.clone().view(hidden, hidden).t().reshape(weight.shape))
 
 
-def _forget_scale(engine: MegatronEngine) -> None:
+def _forget_scale(engine: MegatronTrainingEngine) -> None:
     """As if attention did not divide by the root of its heads' 64 dimensions."""
     _layer(engine).attention.query.weight.data.mul_(8)
 
 
-def _move_vocabulary(engine: MegatronEngine) -> None:
+def _move_vocabulary(engine: MegatronTrainingEngine) -> None:
     weight = engine.stages[0].embedding.weight.data
     weight.copy_(weight.roll(1, 0))
 
 
-def _scale_vocabulary(engine: MegatronEngine) -> None:
+def _scale_vocabulary(engine: MegatronTrainingEngine) -> None:
     engine.stages[0].embedding.weight.data.mul_(1.01)
 
 
-def _swap_experts(engine: MegatronEngine) -> None:
+def _swap_experts(engine: MegatronTrainingEngine) -> None:
     down = _layer(engine).moe.experts.down.data
     down[[0, 1]] = down[[1, 0]]
 
 
-def _layer(engine: MegatronEngine) -> Any:
+def _layer(engine: MegatronTrainingEngine) -> Any:
     return engine.stages[0].layers[LAYER]
 
 
-def _down_projection(engine: MegatronEngine) -> torch.Tensor:
+def _down_projection(engine: MegatronTrainingEngine) -> torch.Tensor:
     layer = _layer(engine)
     down: torch.Tensor = layer.moe.experts.down.data if hasattr(layer, "moe") else layer.mlp.down.weight.data
     return down
 
 
 # What `model_check/tolerance.py` must see of a published model, in each type.
-MISTAKES: Mapping[str, Callable[[MegatronEngine], None]] = {
+MISTAKES: Mapping[str, Callable[[MegatronTrainingEngine], None]] = {
     "a dropped tensor": _drop_tensor,
     "a norm left at one": _leave_norm,
     "a transposed projection": _transpose_projection,
@@ -116,7 +116,7 @@ def import_refusals(cell: Cell, folder: Path, mistakes: Sequence[str] = ()) -> d
     """Return the refusal of an import's check after no mistake, and after each of some."""
     use_cpu()
     engine = started(cell, folder)
-    checks = Checks(engine, layout(cell.spec().parallelism, 8), 0)
+    checks = ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), 0)
     right = {name: tensor.clone() for name, tensor in named_weights(engine.stages).items()}
     refusals = {}
     try:
@@ -124,7 +124,7 @@ def import_refusals(cell: Cell, folder: Path, mistakes: Sequence[str] = ()) -> d
             with torch.no_grad():
                 if name:
                     MISTAKES[name](engine)
-                refusals[name] = refusal(lambda: checks.imported(folder / "first"))
+                refusals[name] = refusal(lambda: checks.check_import(folder / "first"))
                 for place, tensor in named_weights(engine.stages).items():
                     tensor.copy_(right[place])
     finally:
@@ -136,18 +136,24 @@ def trained_and_exported(cell: Cell, folder: Path) -> str:
     """Return the refusal of an export's check after an update of all weights, or of adapters."""
     use_cpu()
     engine = started(cell, folder)
-    checks = Checks(engine, layout(cell.spec().parallelism, 8), 0)
+    checks = ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), 0)
 
     def act() -> None:
         engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
         groups, base, lora = engine.placement.model_groups, folder / "first", engine.spec.training.lora
         if lora is None:
-            target = Target(folder / "export", base, getattr(torch, engine.spec.model.dtype.value))
-            export(whole_weights(engine.stages), table(engine.model.shape), groups, target, checks.exported)
+            target = ExportTarget(folder / "export", base, getattr(torch, engine.spec.model.dtype.value))
+            export_weights(
+                whole_weights(engine.stages),
+                build_tensor_table(engine.model.shape),
+                groups,
+                target,
+                checks.check_export,
+            )
             return
-        check = partial(checks.exported_adapters, base=base, scale=lora.alpha / lora.rank)
+        check = partial(checks.check_exported_adapters, base=base, scale=lora.alpha / lora.rank)
         adapters = AdapterTarget(folder / "export", str(base), lora)
-        declared = adapter_table(engine.model.shape, lora)
+        declared = build_adapter_table(engine.model.shape, lora)
         export_adapters(adapter_weights(engine.stages), declared, groups, adapters, check)
 
     try:

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from builders import merged
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.stream import BatchShare
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.objectives.answering import Bounds, answers
+from moejob_trainer.objectives.answering import AnswerBounds, generate_answers
 from trainer.parity.cells import LAYOUTS, Cell, loss_of, micro_batches, started
 from trainer.parity.lora import LORA, merge_into
 from trainer.parity.references import Reference
@@ -86,7 +86,9 @@ def answered(cell: Cell, folder: Path, stop: int, trains: bool = False) -> list[
         if trains:
             engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
         plan = batch_plan(engine.spec, layout_of(engine.spec.parallelism, 8), pad_token=0)
-        return answers(engine, prompts(), Bounds({stop}, MOST), BatchShare(plan, engine.groups.data.rank))
+        return generate_answers(
+            engine, prompts(), AnswerBounds({stop}, MOST), BatchShare(plan, engine.groups.data.rank)
+        )
     finally:
         stop_groups()
 

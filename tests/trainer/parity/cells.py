@@ -25,28 +25,28 @@ from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, ModelShape
-from moejob_trainer.conversion.adapters import adapter_table
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.loading import opened
-from moejob_trainer.data.packing import batch_plan, global_batch, loss_weight
+from moejob_trainer.conversion.adapters import build_adapter_table
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.loading import open_published_checkpoint
+from moejob_trainer.data.packing import batch_plan, build_global_batch, total_loss_weight
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.optimizer import OptimizerShard
-from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import (
     adapter_weights,
-    coordinates,
+    initialise_adapters,
     load_pretrained,
     named_weights,
+    rank_coordinates,
     read_weights,
-    start_adapters,
 )
-from moejob_trainer.model.architecture import Architecture, architecture, as_trained
+from moejob_trainer.model.architecture import Architecture, read_architecture, trained_architecture
 from moejob_trainer.model.parameters import Parameter, local_slices
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.objectives.losses import cross_entropy
@@ -251,7 +251,7 @@ def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 def backward(model: nn.Module, batch: Sequence[Document]) -> float:
-    weight, loss = loss_weight(batch), 0.0
+    weight, loss = total_loss_weight(batch), 0.0
     for document in batch:
         tokens = torch.from_numpy(document.tokens)[None]
         logits = model(tokens, use_cache=False).logits[0, :-1]
@@ -298,23 +298,25 @@ def trained(cell: Cell, folder: Path) -> Trained:
     return Trained(steps, gradients, weights, dict(_selection_biases(engine)))
 
 
-def _selection_biases(engine: MegatronEngine) -> Iterator[tuple[str, list[float]]]:
+def _selection_biases(engine: MegatronTrainingEngine) -> Iterator[tuple[str, list[float]]]:
     for name, tensor in named_weights(engine.stages).items():
         if name.endswith("selection_bias"):
             yield name, tensor.tolist()
 
 
-def started(cell: Cell, folder: Path) -> MegatronEngine:
+def started(cell: Cell, folder: Path) -> MegatronTrainingEngine:
     """The engine of the cell on this rank, with the reference's first weights."""
     spec_of_cell = cell.spec()
     stages, groups, model = stages_of(cell, folder)
-    load_pretrained(stages, opened(folder / "first", table(model.shape)), groups)
+    load_pretrained(stages, open_published_checkpoint(folder / "first", build_tensor_table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None and not (folder / "adapters").exists():
-        declared = adapter_table(model.shape, lora).parameters
-        start_adapters(stages, declared, groups, spec_of_cell.training.seed)
+        declared = build_adapter_table(model.shape, lora).parameters
+        initialise_adapters(stages, declared, groups, spec_of_cell.training.seed)
     elif lora is not None:
-        adapted = opened(folder / "adapters", adapter_table(_shape(folder / "adapters", spec_of_cell), lora))
+        adapted = open_published_checkpoint(
+            folder / "adapters", build_adapter_table(_shape(folder / "adapters", spec_of_cell), lora)
+        )
         read_weights(adapter_weights(stages), adapted, groups)
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
@@ -330,7 +332,7 @@ def stages_of(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architectu
     return _stages(cell, model, groups), groups, model
 
 
-def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronEngine:
+def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronTrainingEngine:
     """The same without any weights: what is not set is no number."""
     model = _model(cell, folder)
     stages = _stages(cell, model, groups)
@@ -344,31 +346,31 @@ def _model(cell: Cell, folder: Path) -> Architecture:
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
         config["rope_parameters"]["rope_theta"] = 10000.0
-    return as_trained(architecture(config), cell.spec())
+    return trained_architecture(read_architecture(config), cell.spec())
 
 
 def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
-    return built(model, cell.spec(), cell.layout(), groups, torch.device("cpu"))
+    return build_stages(model, cell.spec(), cell.layout(), groups, torch.device("cpu"))
 
 
-def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronEngine:
+def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronTrainingEngine:
     placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
-    return MegatronEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
+    return MegatronTrainingEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
 
 
-def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int) -> list[MicroBatch]:
     """This data rank's part of a step."""
     batch = documents(step, cell.lengths)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
-    own = global_batch(batch, batch_plan(engine.spec, cell.layout(), pad_token=0))[engine.groups.data.rank]
+    own = build_global_batch(batch, batch_plan(engine.spec, cell.layout(), pad_token=0))[engine.groups.data.rank]
     mistaken = MISTAKEN.get(cell.mutant)
     return own if mistaken is None else [mistaken(*(getattr(one, f.name) for f in fields(one))) for one in own]
 
 
 class _OneLater(MicroBatch):
     def ahead(self, values: Tensor, by: int) -> Tensor:
-        return MicroBatch.ahead(self, values, by + 1)
+        return MicroBatch.shift_ahead(self, values, by + 1)
 
 
 class _RunTogether(MicroBatch):
@@ -379,7 +381,7 @@ class _RunTogether(MicroBatch):
 MISTAKEN = {"one token later": _OneLater, "documents run together": _RunTogether}
 
 
-def loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+def loss_of(cell: Cell, engine: MegatronTrainingEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
     """Return the loss of training: cross-entropy."""
     scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
 
@@ -421,17 +423,19 @@ def _shape(folder: Path, spec_of_cell: Spec) -> ModelShape:
 @cache
 def _expected(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str, tuple[Parameter, Tensor]]:
     """All of a reference under our names. A rank keeps it: it is held against the same few in cell after cell."""
-    source = opened(folder, table(shape) if lora is None else adapter_table(shape, lora))
+    source = open_published_checkpoint(
+        folder, build_tensor_table(shape) if lora is None else build_adapter_table(shape, lora)
+    )
     return {
-        parameter.name: (parameter, source.read(parameter, tuple(slice(0, size) for size in parameter.shape)))
+        parameter.name: (parameter, source.read_parameter(parameter, tuple(slice(0, size) for size in parameter.shape)))
         for parameter in source.table.parameters
     }
 
 
-def deviation(engine: MegatronEngine, folder: Path, taken: Callable[[OptimizerShard], Tensor]) -> Deviation:
+def deviation(engine: MegatronTrainingEngine, folder: Path, taken: Callable[[OptimizerShard], Tensor]) -> Deviation:
     """Return how far this rank's pieces are from the reference."""
     worst = Deviation()
-    place = coordinates(engine.groups)
+    place = rank_coordinates(engine.groups)
     reference = _expected(folder, _shape(folder, engine.spec), engine.spec.training.lora)
     for piece in engine.optimizer.pieces:
         parameter, whole = reference["embedding.weight" if piece.name not in reference else piece.name]

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import Cell, blank, loss_of, micro_batches, started
 
 SAVED_AFTER = 2
@@ -126,12 +126,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _losses(cell: Cell, engine: MegatronEngine, steps: range) -> tuple[float, ...]:
+def _losses(cell: Cell, engine: MegatronTrainingEngine, steps: range) -> tuple[float, ...]:
     loss = loss_of(cell, engine)
     return tuple(engine.update(micro_batches(cell, engine, step), loss).loss for step in steps)
 
 
-def _save(engine: MegatronEngine, folder: Path) -> Mapping[str, int]:
+def _save(engine: MegatronTrainingEngine, folder: Path) -> Mapping[str, int]:
     folder.mkdir(parents=True, exist_ok=True)
     counters = _with_files(engine, lambda files: _written(files, folder))
     dist.barrier()
@@ -139,13 +139,13 @@ def _save(engine: MegatronEngine, folder: Path) -> Mapping[str, int]:
 
 
 def _written(files: StateFiles, folder: Path) -> Mapping[str, int]:
-    pending = files.begin(folder)
-    while not pending.finished():
+    pending = files.start_writing(folder)
+    while not pending.is_finished():
         time.sleep(0.002)
     return files.counters()
 
 
-def _read(engine: MegatronEngine, resumption: Resumption) -> None:
+def _read(engine: MegatronTrainingEngine, resumption: Resumption) -> None:
     def read(files: StateFiles) -> Mapping[str, int]:
         files.read(resumption.saved.folder, weights_only=resumption.weights_only)
         if not resumption.weights_only and not resumption.forgets_counters:
@@ -155,6 +155,6 @@ def _read(engine: MegatronEngine, resumption: Resumption) -> None:
     _with_files(engine, read)
 
 
-def _with_files(engine: MegatronEngine, act: Callable[[StateFiles], Mapping[str, int]]) -> Mapping[str, int]:
+def _with_files(engine: MegatronTrainingEngine, act: Callable[[StateFiles], Mapping[str, int]]) -> Mapping[str, int]:
     with ThreadPoolExecutor(1) as background:
-        return act(StateFiles(engine, table(engine.model.shape).parameters, background))
+        return act(StateFiles(engine, build_tensor_table(engine.model.shape).parameters, background))

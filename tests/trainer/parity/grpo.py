@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
-from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.rollout import Author, TokenSpan, Trajectory
-from moejob_trainer.objectives.grpo.rollout_batch import Experience, experience
+from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
+from moejob_trainer.objectives.grpo.rollout import Author, Rollout, TokenSpan
+from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout_batch
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.training import UpdateResult
 from moejob_trainer.training.micro_batch import Array
@@ -57,9 +57,9 @@ class Learned:
 class Recorded:
     """Rank 0's source: the same answers whatever the layout."""
 
-    answers: Experience
+    answers: RolloutBatch
 
-    def collect(self, step: int) -> Experience:  # noqa: ARG002
+    def collect_rollouts(self, step: int) -> RolloutBatch:  # noqa: ARG002
         """Return the answers."""
         return self.answers
 
@@ -67,7 +67,7 @@ class Recorded:
         """Nothing is evaluated."""
         return {}
 
-    def learned(self, step: int, advantages: Sequence[float]) -> None:
+    def log_samples(self, step: int, advantages: Sequence[float]) -> None:
         """Note nothing."""
 
     def metrics(self) -> Mapping[str, float]:
@@ -98,14 +98,14 @@ class Published:
         """Hold nothing."""
 
 
-def learned(cell: Cell, folder: Path, answers: Experience) -> Learned:
+def learned(cell: Cell, folder: Path, answers: RolloutBatch) -> Learned:
     """Take one step with the objective; one rank's part."""
     use_cpu()
     engine = started(cell, folder)
     try:
         spec, groups = cell.spec(), engine.groups
         assert spec.grpo is not None
-        peers = Peers(groups.world.rank, groups.world.handle if groups.world.size > 1 else None, groups.data)
+        peers = PeerRanks(groups.world.rank, groups.world.handle if groups.world.size > 1 else None, groups.data)
         plan = batch_plan(spec, layout_of(spec.parallelism, 8), pad_token=0)
         parts = StepServices(peers, Published(), Recorded(answers) if peers.is_first else None)
         objective = GroupRelativePolicyOptimization(GrpoSettings(spec.grpo, plan, 1, 3), parts)
@@ -115,7 +115,7 @@ def learned(cell: Cell, folder: Path, answers: Experience) -> Learned:
         stop_groups()
 
 
-def recorded(folder: Path) -> Experience:
+def recorded(folder: Path) -> RolloutBatch:
     """Answers of random tokens, of which engines say nearly what Transformers does."""
     random = np.random.default_rng(11)
     model, rollouts = _model(folder), []
@@ -124,17 +124,20 @@ def recorded(folder: Path) -> Experience:
         with torch.no_grad():
             own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy() + random.normal(0, 0.1, said)
         spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
-        rollouts.append(Trajectory(spans, is_truncated=False))
-    return experience(rollouts, REWARDS)
+        rollouts.append(Rollout(spans, is_truncated=False))
+    return build_rollout_batch(rollouts, REWARDS)
 
 
-def replayed(answers: Experience) -> Experience:
+def replayed(answers: RolloutBatch) -> RolloutBatch:
     """The same answers with experts that no router chose, of the four layers of the Qwen3-MoE of these tests."""
-    parts = (random_choices(number, tokens, (4, 8, 3)) for number, tokens in enumerate(answers.cut(answers.tokens)))
+    parts = (
+        random_choices(number, tokens, (4, 8, 3))
+        for number, tokens in enumerate(answers.split_by_rollout(answers.tokens))
+    )
     return replace(answers, routing=np.concatenate([*parts]))
 
 
-def by_transformers(folder: Path, answers: Experience) -> tuple[float, float]:
+def by_transformers(folder: Path, answers: RolloutBatch) -> tuple[float, float]:
     """The loss of the first update and the norm of its gradient, an answer at a time."""
     model = _model(folder)
     for name, parameter in model.named_parameters():

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from moejob_api.layout.sizes import layout as layout_of
-from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_api.layout.sizes import derive_layout as layout_of
+from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.training import Document, MicroBatch
 from moejob_trainer.training.micro_batch import ROUTING, Array
 from trainer.parity.cells import (
@@ -210,14 +210,14 @@ def replayed_once(cell: Cell, folder: Path, gradients: Path) -> tuple[float, flo
     return result.loss, off.error, result.metrics["routingDisagreement"]
 
 
-def micro_batches(cell: Cell, engine: MegatronEngine, step: int, folder: Path) -> list[MicroBatch]:
+def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int, folder: Path) -> list[MicroBatch]:
     """This data rank's part of a step."""
     mistaken = MISTAKEN.get(cell.mutant, _unchanged)
     batch = [
         replace(each, inputs={ROUTING: mistaken(each.inputs[ROUTING])}) for each in replayed_documents(step, folder)
     ]
     plan = batch_plan(engine.spec, layout_of(engine.spec.parallelism, 8), pad_token=0)
-    return global_batch(batch, plan)[engine.groups.data.rank]
+    return build_global_batch(batch, plan)[engine.groups.data.rank]
 
 
 def _unchanged(choices: Array) -> Array:
@@ -231,10 +231,10 @@ MISTAKEN: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _outputs(engine: MegatronEngine, batches: Sequence[MicroBatch]) -> dict[int, Array]:
+def _outputs(engine: MegatronTrainingEngine, batches: Sequence[MicroBatch]) -> dict[int, Array]:
     return {
         number: said.log_probabilities[start : start + length - 1].numpy()
-        for batch, said in zip(batches, engine.outputs(batches), strict=True)
+        for batch, said in zip(batches, engine.compute_outputs(batches), strict=True)
         for start, length, number in zip(batch.cu_lengths.tolist(), batch.lengths, batch.documents, strict=False)
         if length
     }

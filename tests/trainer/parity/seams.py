@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moejob_api.layout.sizes import layout as layout_of
-from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.loop import LoopOutcome, Run, train
+from moejob_api.layout.sizes import derive_layout as layout_of
+from moejob_trainer.data.packing import batch_plan, build_global_batch
+from moejob_trainer.loop import LoopOutcome, TrainingRun, run_training_loop
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.training import Document, LossTerms, Mean, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
+from moejob_trainer.training import (
+    Document,
+    LossTerms,
+    MicroBatch,
+    TokenOutputs,
+    TrainingEngine,
+    UpdateResult,
+    WeightedMean,
+)
 from trainer.parity.cells import Cell, documents, started
 
 STEPS = 2
@@ -52,10 +60,10 @@ class MovedTokens:
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:
         """Half of the batch, then the other, both with what was said before the first."""
-        owned = ((name, tensor) for name, tensor in engine.weights() if not tensor.is_meta)
+        owned = ((name, tensor) for name, tensor in engine.export_weights() if not tensor.is_meta)
         self.weights.append({name: tensor.detach().float().numpy().copy() for name, tensor in owned})
         halves = [self._half(step, half) for half in range(2)]
-        said = [engine.outputs(half) for half in halves]
+        said = [engine.compute_outputs(half) for half in halves]
         if step == 0:
             for number, of_half in enumerate(said):
                 self.said.update(_by_document(_half(step, number), halves[number], of_half))
@@ -70,8 +78,8 @@ class MovedTokens:
         return LossTerms(
             total=-(ratio * advantage * batch.weights).sum(),
             metrics={
-                "ratio": Mean((ratio.detach() * batch.weights).sum(), weight),
-                "entropy": Mean((outputs.entropy * batch.weights).sum(), weight),
+                "ratio": WeightedMean((ratio.detach() * batch.weights).sum(), weight),
+                "entropy": WeightedMean((outputs.entropy * batch.weights).sum(), weight),
             },
         )
 
@@ -85,7 +93,7 @@ class MovedTokens:
     def _half(self, step: int, number: int) -> list[MicroBatch]:
         spec = self.cell.spec()
         plan = batch_plan(spec, layout_of(spec.parallelism, 8), pad_token=0)
-        return global_batch(_half(step, number), plan)[self.data_rank]
+        return build_global_batch(_half(step, number), plan)[self.data_rank]
 
 
 class Unsaved:
@@ -111,7 +119,7 @@ class Unsaved:
 class Unstopped:
     """A stop that never comes."""
 
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Never."""
         return False
 
@@ -123,7 +131,7 @@ def learned(cell: Cell, folder: Path) -> Learned:
     reported: list[Sequence[UpdateResult]] = []
     objective = MovedTokens(cell, engine.groups.data.rank)
     try:
-        run = Run(
+        run = TrainingRun(
             engine=engine,
             objective=objective,
             checkpoints=Unsaved(),
@@ -131,7 +139,7 @@ def learned(cell: Cell, folder: Path) -> Learned:
             total_steps=STEPS,
             report=lambda _, results: reported.append(results),
         )
-        outcome = train(run)
+        outcome = run_training_loop(run)
     finally:
         stop_groups()
     return Learned(outcome, reported, objective.said, objective.weights)

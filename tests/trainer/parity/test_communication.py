@@ -17,7 +17,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.megatron import data_parallel
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
 from trainer.parity.references import Reference
 from trainer.rows import rows
@@ -82,7 +82,7 @@ def pending(cell: Cell, folder: Path) -> tuple[int, list[tuple[int, int]], int]:
     with _small_buckets():
         engine = started(cell, folder)
     try:
-        chunk: Any = engine.replicas.chunks[0]
+        chunk: Any = engine.data_parallel.model_chunks[0]
         entered: list[tuple[int, int]] = []
 
         def seen(unit: nn.Module, _: object) -> None:
@@ -104,8 +104,8 @@ def pending(cell: Cell, folder: Path) -> tuple[int, list[tuple[int, int]], int]:
     return behind_an_update, entered, read
 
 
-def _on_their_way(engine: MegatronEngine) -> list[Any]:
-    chunks: Sequence[Any] = engine.replicas.chunks
+def _on_their_way(engine: MegatronTrainingEngine) -> list[Any]:
+    chunks: Sequence[Any] = engine.data_parallel.model_chunks
     groups = (group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups))
     return [group for group in groups if group.param_gather_handle is not None]
 

@@ -18,7 +18,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.divided_matrix import DividedMatrix
 from moejob_trainer.megatron.replica_sums import ReplicaSums
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.moe_layer import LocalExperts
 from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
@@ -127,7 +127,7 @@ def step(cell: Cell, folder: Path) -> Seen:
         stop_groups()
 
 
-def _seen(cell: Cell, engine: MegatronEngine) -> Seen:
+def _seen(cell: Cell, engine: MegatronTrainingEngine) -> Seen:
     batches, whole = micro_batches(cell, engine, 0), [0]
     experts = [module for module in engine.stages[0].modules() if isinstance(module, LocalExperts)]
     shares = [{parameter.data_ptr() for parameter in module.parameters()} for module in experts]
@@ -140,7 +140,7 @@ def _seen(cell: Cell, engine: MegatronEngine) -> Seen:
         module for module in engine.stages[0].modules() if isinstance(module, (TransformerLayer, LocalExperts))
     ]:
         layer.register_forward_hook(partial(_count_both_ways, count))
-    gather, send = DividedMatrix.gather, ReplicaSums.send
+    gather, send = DividedMatrix.start_gather, ReplicaSums.send_gradient
     with (
         patch.object(DividedMatrix, "gather", autospec=True, side_effect=gather) as gathers,
         patch.object(ReplicaSums, "send", autospec=True, side_effect=send) as sums,

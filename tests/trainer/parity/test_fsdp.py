@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from builders import merged
 from moejob_api.job.training import Lora
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.adapters import adapter_table
-from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.adapters import build_adapter_table
+from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.shares import own_part, sharded_as
+from moejob_trainer.megatron.shares import find_sharding, local_part
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.weights import initialise, named_weights, start_adapters
-from moejob_trainer.model.parameters import parameters
+from moejob_trainer.megatron.weights import initialise_adapters, initialise_weights, named_weights
+from moejob_trainer.model.parameters import model_parameters
 from trainer.parity.cells import (
     ALIKE,
     FOLDED,
@@ -208,8 +208,8 @@ def after_updates(cell: Cell, folder: Path) -> list[float]:
     try:
         loss = loss_of(cell, engine)
         found = [engine.update(micro_batches(cell, engine, step), loss).loss for step in range(STEPS)]
-        if cell.spec().memory.sharding.divides_weights:
-            assert {own_part(parameter).dtype for parameter in engine.stages[0].parameters()} == {torch.bfloat16}
+        if cell.spec().memory.sharding.has_weight_shards:
+            assert {local_part(parameter).dtype for parameter in engine.stages[0].parameters()} == {torch.bfloat16}
         return found
     finally:
         stop_groups()
@@ -292,7 +292,7 @@ def handed_out(cell: Cell, folder: Path) -> dict[str, Any]:
     use_cpu()
     try:
         # As bits: numpy knows no bfloat16.
-        return {name: _bits(tensor) for name, tensor in started(cell, folder).weights() if not tensor.is_meta}
+        return {name: _bits(tensor) for name, tensor in started(cell, folder).export_weights() if not tensor.is_meta}
     finally:
         stop_groups()
 
@@ -314,11 +314,11 @@ def with_more_bits(cell: Cell, folder: Path) -> list[str]:
     try:
         stages, groups, model = stages_of(cell, folder)
         named = named_weights(stages)
-        adapters = adapter_table(model.shape, cell.spec().training.lora or Lora()).parameters
-        initialise(stages, parameters(model.shape), groups, seed=1)
-        start_adapters(stages, adapters, groups, seed=1)
+        adapters = build_adapter_table(model.shape, cell.spec().training.lora or Lora()).parameters
+        initialise_weights(stages, model_parameters(model.shape), groups, seed=1)
+        initialise_adapters(stages, adapters, groups, seed=1)
         assert {parameter.name for parameter in adapters} <= named.keys()
-        divided = {name: (own_part(tensor), sharded_as(tensor)) for name, tensor in named.items()}
+        divided = {name: (local_part(tensor), find_sharding(tensor)) for name, tensor in named.items()}
         assert all(sharded is not None for _, sharded in divided.values())
         return [
             name
@@ -430,11 +430,11 @@ def bytes_held(cell: Cell, folder: Path) -> Bytes:
         hook.remove()
         updated = _bytes() - before
         engine.evaluate(batches, loss)
-        engine.outputs(batches)
+        engine.compute_outputs(batches)
         evaluate = _bytes() - before
     finally:
         stop_groups()
-    declared = (parameter for parameter in table(engine.model.shape).parameters if not parameter.is_buffer)
+    declared = (parameter for parameter in build_tensor_table(engine.model.shape).parameters if not parameter.is_buffer)
     return Bytes(begun, updated, evaluate, max(inside), sum(4 * math.prod(one.shape) for one in declared))
 
 

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 
 from builders import merged
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
-from moejob_trainer.megatron.weights import named_weights, start_adapters, whole_adapters
-from moejob_trainer.model.adapters import adapters
-from moejob_trainer.model.parameters import parameters
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
+from moejob_trainer.megatron.weights import initialise_adapters, named_weights, whole_adapters
+from moejob_trainer.model.adapters import adapter_parameters
+from moejob_trainer.model.parameters import model_parameters
 from trainer.parity.cells import STEPS, Cell, assert_like, loss_of, micro_batches, started, trained, updated
 from trainer.parity.lora import ALPHA, LORA, RANK
 from trainer.parity.references import Reference
@@ -181,9 +181,9 @@ def fresh(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     try:
         lora, shape = engine.spec.training.lora, engine.model.shape
         assert lora is not None
-        start_adapters(engine.stages, adapters(parameters(shape), lora), engine.groups, 42)
+        initialise_adapters(engine.stages, adapter_parameters(model_parameters(shape), lora), engine.groups, 42)
         state = whole_adapters(engine.stages)
-        tensors = hugging_face_tensors(state, adapter_table(shape, lora), engine.placement.model_groups)
+        tensors = hugging_face_tensors(state, build_adapter_table(shape, lora), engine.placement.model_groups)
         return {name: tensor.clone() for name, tensor in tensors if not tensor.is_meta}
     finally:
         stop_groups()
@@ -218,10 +218,10 @@ def published(cell: Cell, folder: Path, target: Path) -> dict[str, torch.Tensor]
         lora = engine.spec.training.lora
         assert lora is not None
         place = AdapterTarget(target, "some/base", lora)
-        adapted = adapter_table(engine.model.shape, lora)
+        adapted = build_adapter_table(engine.model.shape, lora)
         export_adapters(whole_adapters(engine.stages), adapted, engine.placement.model_groups, place)
         assert any("lora" in name for name in named_weights(engine.stages))
-        return {name: tensor.clone() for name, tensor in engine.weights() if not tensor.is_meta}
+        return {name: tensor.clone() for name, tensor in engine.export_weights() if not tensor.is_meta}
     finally:
         stop_groups()
 
@@ -286,7 +286,7 @@ def saved(cell: Cell, folder: Path, checkpoint: Path) -> dict[str, int]:
             engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
         with ThreadPoolExecutor(1) as background:
             files = _files(engine, background)
-            files.begin(checkpoint).writing.result()
+            files.start_writing(checkpoint).writing.result()
             return dict(files.counters())
     finally:
         stop_groups()
@@ -306,8 +306,8 @@ def resumed(cell: Cell, folder: Path, checkpoint: Path, counters: dict[str, int]
         stop_groups()
 
 
-def _files(engine: MegatronEngine, background: ThreadPoolExecutor) -> StateFiles:
-    return StateFiles(engine, saved_parameters(parameters(engine.model.shape), engine.spec), background)
+def _files(engine: MegatronTrainingEngine, background: ThreadPoolExecutor) -> StateFiles:
+    return StateFiles(engine, saved_parameters(model_parameters(engine.model.shape), engine.spec), background)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from builders import merged
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.model_export import Target, export
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.model_export import ExportTarget, export_weights
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import named_weights
@@ -186,7 +186,7 @@ def _publish_mtp(folder: Path) -> None:
     shape = shape_of(json.loads((folder / "config.json").read_text()))
     assert len(shape.mtp_layers) == 1
     file = folder / "model.safetensors"
-    present, whole = load_file(file), table(shape)
+    present, whole = load_file(file), build_tensor_table(shape)
     added = {piece.tensor: torch.ones(piece.shape) for piece in whole.pieces if piece.tensor not in present}
     assert any(name.endswith("eh_proj.weight") for name in added)
     save_file(present | added, file, {"format": "pt"})
@@ -200,8 +200,10 @@ def published(cell: Cell, folder: Path, target: Path) -> None:
     use_cpu()
     try:
         engine = started(cell, folder)
-        place = Target(target, folder / "first", torch.float32)
-        export(named_weights(engine.stages), table(engine.model.shape), engine.placement.model_groups, place)
+        place = ExportTarget(target, folder / "first", torch.float32)
+        export_weights(
+            named_weights(engine.stages), build_tensor_table(engine.model.shape), engine.placement.model_groups, place
+        )
     finally:
         stop_groups()
 

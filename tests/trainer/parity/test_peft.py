@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights
-from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.architecture import read_architecture
 from trainer.parity.cells import Cell, reference_model, started
 from trainer.rows import rows
 from trainer.worlds import Worlds
@@ -54,10 +54,10 @@ def published(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     try:
         lora, base = engine.spec.training.lora, folder / "first"
         assert lora is not None
-        adapted = adapter_table(engine.model.shape, lora)
+        adapted = build_adapter_table(engine.model.shape, lora)
         target = AdapterTarget(folder / "published", str(base), lora)
         export_adapters(adapter_weights(engine.stages), adapted, engine.placement.model_groups, target)
-        return {name: tensor.clone() for name, tensor in engine.weights() if not tensor.is_meta}
+        return {name: tensor.clone() for name, tensor in engine.export_weights() if not tensor.is_meta}
     finally:
         stop_groups()
 
@@ -103,7 +103,7 @@ def _write_model(cell: Cell, folder: Path) -> None:
     assert lora is not None
     model.save_pretrained(folder / "first")
     config = (folder / "first/config.json").read_text()
-    table = adapter_table(architecture(json.loads(config)).shape, lora)
+    table = build_adapter_table(read_architecture(json.loads(config)).shape, lora)
     generator = torch.Generator().manual_seed(11)
     (folder / "adapters").mkdir()
     (folder / "adapters/config.json").write_text(config)

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.loading import opened
-from moejob_trainer.loop import Run, train
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.loading import open_published_checkpoint
+from moejob_trainer.loop import TrainingRun, run_training_loop
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import load_pretrained
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine
 from moejob_trainer.training.learning_rate import learning_rate
@@ -48,7 +48,7 @@ class Parts:
     """Objective, checkpoints and stop of a run from `begun` on, whose steps make the updates of UPDATES."""
 
     cell: Cell
-    engine: MegatronEngine
+    engine: MegatronTrainingEngine
     begun: int
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
@@ -68,7 +68,7 @@ class Parts:
 
     def save(self, step: int) -> None: ...
 
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         return False
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -82,19 +82,19 @@ def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviatio
     use_cpu()
     cell = Cell(Family.QWEN3_MOE, SECTIONS)
     stages, groups, model = stages_of(cell, folder)
-    load_pretrained(stages, opened(folder / "first", table(model.shape)), groups)
+    load_pretrained(stages, open_published_checkpoint(folder / "first", build_tensor_table(model.shape)), groups)
     spec = cell.spec()
 
     def rate(step: int) -> float:
         return learning_rate(step, len(UPDATES), spec.training.optimizer, spec.training.scheduler)
 
     placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
-    engine = MegatronEngine(model, spec, stages, placement, rate)
+    engine = MegatronTrainingEngine(model, spec, stages, placement, rate)
     parts = Parts(cell, engine, begun)
     rates: list[float] = []
     try:
-        train(
-            Run(
+        run_training_loop(
+            TrainingRun(
                 engine=engine,
                 objective=parts,
                 checkpoints=parts,

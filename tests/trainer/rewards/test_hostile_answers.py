@@ -48,7 +48,7 @@ def _scored(reward: dict[str, Any], texts: dict[str, str], answer: str) -> tuple
         scorer = Scorer([Reward.model_validate(reward)], RewardFailure.DROP_GROUP)
         async with asyncio.timeout(280), scorer:
             completions = [Completion("?", text, 1, 1, {"answer": answer}) for text in texts.values()]
-            values = await asyncio.gather(*map(scorer.score, completions))
+            values = await asyncio.gather(*map(scorer.score_completion, completions))
             return dict(zip(texts, (value.total for value in values), strict=True)), scorer
 
     return asyncio.run(scored())

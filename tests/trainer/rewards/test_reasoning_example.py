@@ -43,6 +43,6 @@ def test_the_example_makes_prompts_and_scores_their_answers() -> None:
                 Completion("?", text, 1, 9, {name: record[name] for name in ("task", "entry")})
                 for text, record in zip(texts, records, strict=True)
             ]
-            return [score.total for score in await asyncio.gather(*map(scorer.score, completions))]
+            return [score.total for score in await asyncio.gather(*map(scorer.score_completion, completions))]
 
     assert asyncio.run(scored()) == [0, 1, 0, 1]

@@ -21,8 +21,8 @@ from moejob_api.job.grpo import Reward, RewardFailure
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.rewards.completion import Completion
 from moejob_trainer.rewards.confinement import worker_environment
-from moejob_trainer.rewards.scorer import Score, Scorer, reward_names
-from moejob_trainer.rewards.service import _MOST_ANSWER_BYTES
+from moejob_trainer.rewards.scorer import CompletionScore, Scorer, reward_names
+from moejob_trainer.rewards.service import _MOST_REPLY_BYTES
 from ports import free_port
 
 FOLDER = str(Path(__file__).parent)
@@ -40,10 +40,10 @@ def _scored(
     rewards: Sequence[Mapping[str, Any]],
     completions: Sequence[Completion],
     failure: RewardFailure = RewardFailure.DROP_GROUP,
-) -> tuple[list[Score], Scorer]:
-    async def run() -> tuple[list[Score], Scorer]:
+) -> tuple[list[CompletionScore], Scorer]:
+    async def run() -> tuple[list[CompletionScore], Scorer]:
         async with Scorer([_reward(reward) for reward in rewards], failure) as scorer:
-            return list(await asyncio.gather(*map(scorer.score, completions))), scorer
+            return list(await asyncio.gather(*map(scorer.score_completion, completions))), scorer
 
     return asyncio.run(run())
 
@@ -211,7 +211,7 @@ def test_an_import_has_a_limit_of_its_own() -> None:
 
 async def _started(reward: Mapping[str, Any]) -> None:
     async with Scorer([_reward(reward)], RewardFailure.DROP_GROUP) as scorer:
-        await scorer.ready()
+        await scorer.wait_until_ready()
 
 
 def test_an_import_is_not_repeated_after_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_service_that_is_away_is_waited_for(capsys: pytest.CaptureFixture[str]
 
     async def scored() -> float:
         async with Scorer([_reward(reward)], RewardFailure.STOP) as scorer:
-            waiting = asyncio.create_task(scorer.score(_completion("7")))
+            waiting = asyncio.create_task(scorer.score_completion(_completion("7")))
             while "is away" not in capsys.readouterr().err:  # noqa: ASYNC110 a line of the log is no event
                 await asyncio.sleep(0.05)
             with _service([(502, {}), (200, {"scores": [1]})], port=port):
@@ -336,11 +336,11 @@ def test_a_service_that_stays_away_lets_the_run_be_tried_again(capsys: pytest.Ca
 
 
 def test_an_answer_of_a_service_is_read_up_to_a_bound_and_no_further() -> None:
-    longest = {"scores": [1], "more": " " * _MOST_ANSWER_BYTES}
+    longest = {"scores": [1], "more": " " * _MOST_REPLY_BYTES}
     with _service([(200, longest)]) as (url, _):
         found, scorer = _scored([{"url": url, "retries": 0}], [_completion("7")])
     assert math.isnan(found[0].total)
-    assert f"its answer is longer than {_MOST_ANSWER_BYTES} bytes" in scorer.last_failure[url]
+    assert f"its answer is longer than {_MOST_REPLY_BYTES} bytes" in scorer.last_failure[url]
 
 
 def test_a_service_gets_no_more_than_a_batch_at_once() -> None:

@@ -29,7 +29,7 @@ def _settled(reward: Mapping[str, Any], texts: Sequence[str]) -> tuple[list[floa
         scorer = Scorer([Reward.model_validate(reward)], RewardFailure.DROP_GROUP)
         async with asyncio.timeout(LONGEST_SECONDS), scorer:
             completions = [Completion("1 + 1", text, len(text), 10) for text in texts]
-            return [score.total for score in await asyncio.gather(*map(scorer.score, completions))], scorer
+            return [score.total for score in await asyncio.gather(*map(scorer.score_completion, completions))], scorer
 
     return asyncio.run(scored())
 

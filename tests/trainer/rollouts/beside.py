@@ -13,7 +13,7 @@ from typing import Any
 
 from builders import merged, spec
 from engines import SECRET, Engine
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
@@ -146,7 +146,7 @@ def pod_environment(job: str, folder: Path, described: Spec) -> dict[str, str]:
         Environment.NAMESPACE: "default",
         Environment.UID: f"uid-{job}",
         Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
-        Environment.ROLE: Role.TRAINER.value,
+        Environment.ROLE: PodRole.TRAINER.value,
         Environment.ATTEMPT: "1",
         Environment.INDEX: "0",
         Environment.NODES: "1",
@@ -161,5 +161,5 @@ def pod_environment(job: str, folder: Path, described: Spec) -> dict[str, str]:
 
 def lay_out(folder: Path) -> None:
     folder.mkdir(parents=True)
-    config = dict(catalog.config(tiny.TOKENIZER) or {})
+    config = dict(catalog.find_config(tiny.TOKENIZER) or {})
     (folder / "config.json").write_text(json.dumps(config))

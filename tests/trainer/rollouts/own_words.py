@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import table
-from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.training import Document
 from trainer.parity.cells import Cell, blank
 
@@ -29,20 +29,20 @@ def greedy(model: Path, checkpoint: Path, prompts: Sequence[Sequence[int]], coun
     try:
         engine = blank(cell, model, start_groups(cell.layout(), cell.spec().moe.dispatcher))
         with ThreadPoolExecutor(1) as background:
-            files = StateFiles(engine, table(engine.model.shape).parameters, background)
+            files = StateFiles(engine, build_tensor_table(engine.model.shape).parameters, background)
             files.read(checkpoint, weights_only=True)
         return [_continued(engine, [*prompt], count) for prompt in prompts]
     finally:
         stop_groups()
 
 
-def _continued(engine: MegatronEngine, tokens: list[int], count: int) -> list[int]:
+def _continued(engine: MegatronTrainingEngine, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(_logits(engine, tokens).argmax()))
     return tokens[-count:]
 
 
-def _logits(engine: MegatronEngine, tokens: Sequence[int]) -> Tensor:
+def _logits(engine: MegatronTrainingEngine, tokens: Sequence[int]) -> Tensor:
     """Of the token that comes next. [vocabulary]"""
     found: list[Tensor] = []
     stage = engine.stages[0]
@@ -50,7 +50,7 @@ def _logits(engine: MegatronEngine, tokens: Sequence[int]) -> Tensor:
     try:
         document = Document(np.array(tokens, np.int64), np.ones(len(tokens), np.float32), 0)
         plan = batch_plan(engine.spec, layout_of(engine.spec.parallelism, 8), pad_token=0)
-        engine.outputs(global_batch([document], plan)[0])
+        engine.compute_outputs(build_global_batch([document], plan)[0])
     finally:
         handle.remove()
     weight: Tensor = stage.output.weight

@@ -17,7 +17,7 @@ from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract.pods import HttpPath
 from moejob_api.contract.publications import PublicationReport
-from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
+from moejob_trainer.runtime.channel import BROKEN, LoopThread, prove_to_server, splice_streams
 
 # Says what to answer a request for tokens.
 Behaviour = Callable[[AnswerRequest], Awaitable[web.Response]]
@@ -38,8 +38,8 @@ def carried(host: str, port: int, key: bytes) -> int:
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(*BROKEN):
             far = await asyncio.open_connection(host, port)
-            await introduce(*far, key)
-            await splice((reader, writer), far)
+            await prove_to_server(*far, key)
+            await splice_streams((reader, writer), far)
 
     server: asyncio.Server = LoopThread().run(asyncio.start_server(carry, LOOPBACK, 0), 60)
     found: int = server.sockets[0].getsockname()[1]

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from moejob_trainer.rollouts import connection
-from moejob_trainer.rollouts.connection import Connection, EngineLost
+from moejob_trainer.rollouts.connection import EngineConnection, EngineLost
 
 LIMIT = 100_000
 
@@ -39,17 +39,17 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineConnection]:
     monkeypatch.setattr(connection, "_ANSWER_BYTES", LIMIT)
-    made = Connection(None)
+    made = EngineConnection(None)
     yield made
     made.close()
 
 
-def test_an_answer_is_read_whole(asking: Connection, url: str) -> None:
+def test_an_answer_is_read_whole(asking: EngineConnection, url: str) -> None:
     assert len(asking.run(asking.get(f"{url}/{LIMIT}", 60))) == LIMIT
 
 
-def test_an_answer_that_no_engine_gives_is_not_read_to_its_end(asking: Connection, url: str) -> None:
+def test_an_answer_that_no_engine_gives_is_not_read_to_its_end(asking: EngineConnection, url: str) -> None:
     with pytest.raises(EngineLost, match="more than 100000 bytes"):
         asking.run(asking.get(f"{url}/{10 * LIMIT}", 60))

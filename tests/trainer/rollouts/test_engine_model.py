@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from model_configs import SMALL
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.rollouts.engine_model import lay_out
+from moejob_trainer.rollouts.engine_model import lay_out_model
 
 KEYS = ("topk_method", "scoring_func")
 
@@ -25,7 +25,7 @@ def engine_config(family: Family, folder: Path) -> dict[str, Any]:
     AutoConfig.for_model(family, **sizes).save_pretrained(folder / "published")
     config = json.loads((folder / "published/config.json").read_text())
     assert not any(config.get(key) for key in KEYS)
-    lay_out(folder / "published", folder / "engine-model", shape_of(config), torch.float32)
+    lay_out_model(folder / "published", folder / "engine-model", shape_of(config), torch.float32)
     written: dict[str, Any] = json.loads((folder / "engine-model/config.json").read_text())
     return written
 

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from moejob_api.contract.answers import AnswerRequest, WeightSpan
-from moejob_trainer.rollouts.connection import Connection, RequestRefused
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
+from moejob_trainer.rollouts.connection import EngineConnection, RequestRefused
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits, NoEngineAvailable
 from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
-from moejob_trainer.rollouts.interface import Answer, Request, Sampling
+from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
 from trainer.rollouts.stand_in import StandIn, until
@@ -24,7 +24,7 @@ from trainer.rollouts.stand_in import StandIn, until
 LABEL = WeightsLabel(3, "here")
 LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
 NOT_A_NUMBER = np.array([np.nan], "<f4").tobytes()
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,))
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,))
 
 
 class Served:
@@ -32,18 +32,18 @@ class Served:
 
     def __init__(self, engines: list[StandIn], limits: FleetLimits) -> None:
         self.engines = engines
-        self.connection = Connection("secret")
-        self.fleet = Fleet([engine.url for engine in engines], self.connection, limits)
+        self.connection = EngineConnection("secret")
+        self.fleet = EngineFleet([engine.url for engine in engines], self.connection, limits)
         self.generator = FleetGenerator(self.fleet)
         self.fleet.label = LABEL
 
     def serve(self) -> Served:
         sync = WeightSync(self.fleet)
-        engines = self.connection.run(sync.begin(60))
-        self.connection.run(sync.serve(self.connection.run(sync.finish(engines, LABEL)), None))
+        engines = self.connection.run(sync.start_update(60))
+        self.connection.run(sync.resume_serving(self.connection.run(sync.finish_update(engines, LABEL)), None))
         return self
 
-    def answers(self, requests: list[Request]) -> list[Answer]:
+    def answers(self, requests: list[GenerationRequest]) -> list[Answer]:
         async def all_of_them() -> list[Answer]:
             return await asyncio.gather(*(self.generator.generate(one, SAMPLING) for one in requests))
 
@@ -63,15 +63,15 @@ def serve() -> Iterator[Serve]:
 
     yield served
     for one in made:
-        one.connection.run(one.fleet.unwatch())
+        one.connection.run(one.fleet.stop_watching())
         one.connection.close()
         for engine in one.engines:
             engine.close()
 
 
-def requests(groups: int, members: int) -> list[Request]:
+def requests(groups: int, members: int) -> list[GenerationRequest]:
     return [
-        Request(group, member, np.array([group, 2, 3], np.int32), seed=group * members + member)
+        GenerationRequest(group, member, np.array([group, 2, 3], np.int32), seed=group * members + member)
         for group in range(groups)
         for member in range(members)
     ]
@@ -133,19 +133,19 @@ def test_an_engine_that_hangs_delays_the_return_of_no_other(serve: Serve) -> Non
     hung.silent.add("/weight_info")
     until(lambda: hung.asked[-1] == "/weight_info", "the engine is not looked at")
     other.failing["/weight_info"] = 503
-    until(lambda: not served.fleet.engines[1].serves, "the other is not looked at")
+    until(lambda: not served.fleet.engines[1].is_serving, "the other is not looked at")
     other.failing.clear()
-    until(lambda: served.fleet.engines[1].serves, "the other does not serve again")
+    until(lambda: served.fleet.engines[1].is_serving, "the other does not serve again")
 
 
 def test_a_publication_does_not_wait_for_the_silence_of_an_engine_that_is_known_to_hang(serve: Serve) -> None:
     served = serve(limits=replace(LIMITS, silence_seconds=3600, lost_seconds=0.5)).serve()
     hung, living = served.engines
-    served.connection.run(served.fleet.unwatch())
-    served.connection.run(served.fleet.lose(served.fleet.engines[0], "has not answered"))
+    served.connection.run(served.fleet.stop_watching())
+    served.connection.run(served.fleet.lose_engine(served.fleet.engines[0], "has not answered"))
     hung.silent |= {"/weight_info", "/ready"}
     served.serve()
-    assert [engine.url for engine in served.fleet.serving] == [living.url]
+    assert [engine.url for engine in served.fleet.serving_engines] == [living.url]
 
 
 def test_an_engine_that_was_restarted_gets_no_work_before_it_has_the_weights(serve: Serve) -> None:
@@ -188,7 +188,7 @@ def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serv
         await sync.update(engine, {"paths": ["somewhere"]})
 
     async def catch_up(engine: Any) -> None:
-        await sync.whole(engine, LABEL, load)
+        await sync.load_engine(engine, LABEL, load)
 
     served.fleet.catch_up = catch_up
     lost.stop()
@@ -196,7 +196,7 @@ def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serv
     lost.version = "default"
     lost.asked.clear()
     lost.start()
-    until(lambda: len(served.fleet.serving) == 2, "the engine does not serve again")
+    until(lambda: len(served.fleet.serving_engines) == 2, "the engine does not serve again")
     order = [path for path in lost.asked if path != "/weight_info"]
     given = ["/update_weights", "/publication", "/finish_weight_update", "/reset_prefix_cache"]
     assert order == ["/pause?mode=keep", "/start_weight_update", *given, "/resume"]
@@ -222,7 +222,7 @@ def test_a_cancelled_request_ends_in_the_engine(serve: Serve) -> None:
 def test_without_any_engine_it_says_why(serve: Serve) -> None:
     served = serve(count=1, limits=replace(LIMITS, start_seconds=0.3)).serve()
     served.engines[0].stop()
-    with pytest.raises(NoEngine, match=r"no engine has served .* cannot be reached"):
+    with pytest.raises(NoEngineAvailable, match=r"no engine has served .* cannot be reached"):
         served.answers(requests(1, 1))
 
 
@@ -231,11 +231,11 @@ def test_what_is_asked_of_engines_that_lost_the_weights_waits_for_the_next_publi
     gone, restarted = served.engines
     gone.stop()
     restarted.version = "default"
-    until(lambda: not served.fleet.serving, "an engine of other weights serves")
+    until(lambda: not served.fleet.serving_engines, "an engine of other weights serves")
 
     async def answered() -> list[Answer]:
         asked = asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
-        await served.generator.until_outdated()
+        await served.generator.wait_until_outdated()
         assert not asked.done()
         await asyncio.to_thread(served.serve)
         return await asked
@@ -246,10 +246,10 @@ def test_what_is_asked_of_engines_that_lost_the_weights_waits_for_the_next_publi
 def test_engines_are_not_outdated_while_one_has_the_weights(serve: Serve) -> None:
     served = serve().serve()
     served.engines[0].version = "default"
-    until(lambda: len(served.fleet.serving) == 1, "an engine of other weights serves")
+    until(lambda: len(served.fleet.serving_engines) == 1, "an engine of other weights serves")
 
     async def is_outdated() -> bool:
-        waiting = asyncio.create_task(served.generator.until_outdated())
+        waiting = asyncio.create_task(served.generator.wait_until_outdated())
         await asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
         try:
             return waiting.done()
@@ -272,13 +272,13 @@ def test_only_the_first_publication_waits_for_all_engines_and_says_for_which(
     until(lambda: late.asked.count("/ready") >= 3, "nothing waits for the engine")
     del late.failing["/ready"]
     starting.join()
-    assert len(served.fleet.serving) == 2
+    assert len(served.fleet.serving_engines) == 2
     told = f"1 of 2 engines are ready; waiting for {late.url}/ready answered 503: told to fail\n"
     assert capsys.readouterr().err == told
     # It still says that it has these weights, for which it would serve again.
     late.failing["/ready"] = late.failing["/weight_info"] = 503
     served.serve()
-    assert [engine.url for engine in served.fleet.serving] == [served.engines[1].url]
+    assert [engine.url for engine in served.fleet.serving_engines] == [served.engines[1].url]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_ranks_that_start_beside_engines_of_earlier_ones_go_on_without_those_tha
     living.version = known
     served.fleet.label = None
     served.serve()
-    assert [engine.url for engine in served.fleet.serving] == [living.url]
+    assert [engine.url for engine in served.fleet.serving_engines] == [living.url]
     assert living.asked.count("/ready") == 1, "it waited for the other, though not for ever"
     assert "cannot be reached" in served.fleet.engines[0].reason
 
@@ -314,7 +314,7 @@ def test_ranks_that_start_beside_engines_of_earlier_ones_wait_a_while_for_the_ot
     until(lambda: returning.asked.count("/ready") >= 3, "nothing waits for the engine")
     del returning.failing["/ready"]
     starting.join()
-    assert len(served.fleet.serving) == 2
+    assert len(served.fleet.serving_engines) == 2
 
 
 def test_an_engine_that_does_not_say_which_weights_it_has_is_as_good_as_a_fresh_one(serve: Serve) -> None:
@@ -327,7 +327,7 @@ def test_an_engine_that_does_not_say_which_weights_it_has_is_as_good_as_a_fresh_
     until(lambda: unclear.asked.count("/weight_info") >= 3, "nothing asks the engine")
     del late.failing["/ready"], unclear.failing["/weight_info"]
     starting.join()
-    assert len(served.fleet.serving) == 2
+    assert len(served.fleet.serving_engines) == 2
 
 
 def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:

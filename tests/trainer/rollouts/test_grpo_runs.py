@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from engines import PYTHON, ROOT, Engine
 from moejob_api.contract.pods import ExitCode, HttpPath
-from moejob_trainer.checkpoint_export.run import stored_run
-from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import read_stored_run
+from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
 from trainer.rollouts.beside import STEPS, Beside, Launched, lay_out
@@ -253,7 +253,7 @@ def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last_and_exported
 
 def _exported(run: Path, step: int, folder: Path) -> Path:
     """Export one step of a run, as `moejob export --step` does."""
-    export_run(stored_run(run, step), Wanted(folder / f"step-{step}"))
+    export_run(read_stored_run(run, step), ExportOptions(folder / f"step-{step}"))
     return folder / f"step-{step}"
 
 
@@ -284,7 +284,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _prompts() -> list[list[int]]:
-    tokenizer: Any = tiny.tokenizer()
+    tokenizer: Any = tiny.build_tokenizer()
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
 

@@ -25,11 +25,11 @@ from engines import SECRET, Engine
 from moejob_api.contract.pods import Environment, HttpPath
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Answer, Floats, Request, Sampling, Tokens
-from moejob_trainer.rollouts.publisher import Publisher, Trial
+from moejob_trainer.rollouts.interface import Answer, Floats, GenerationRequest, SamplingParams, Tokens
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.rollouts.stand_in import StandIn
@@ -39,7 +39,7 @@ from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
 # Of the text that engines are compared on: tokens far apart.
 PROBE = np.arange(48, dtype=np.int32) * 7919 % 512
-SAMPLING = Sampling(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_tokens=())
+SAMPLING = SamplingParams(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_tokens=())
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, 
 
 def model(seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    values = dict(catalog.config(tiny.TOKENIZER) or {})
+    values = dict(catalog.find_config(tiny.TOKENIZER) or {})
     values.pop("model_type")
     found: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **values))
     found.float().eval()
@@ -229,7 +229,7 @@ def _learned(folder: Path) -> list[Any]:
 class Asked:
     """A fleet with weights, which is asked for 16 groups."""
 
-    fleet: Fleet
+    fleet: EngineFleet
     trained: PreTrainedModel
 
     def answers(self, disturb: Callable[[], None]) -> list[Answer]:
@@ -238,7 +238,9 @@ class Asked:
 
         async def asked() -> list[Answer]:
             requests = [
-                Request(group, member, np.arange(group, group + 12, dtype=np.int32), seed=100 * group + member)
+                GenerationRequest(
+                    group, member, np.arange(group, group + 12, dtype=np.int32), seed=100 * group + member
+                )
                 for group in range(16)
                 for member in range(4)
             ]
@@ -265,11 +267,14 @@ class Asked:
 
 @pytest.fixture
 def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
-    fleet = Fleet([engine.url for engine in engines], Connection(SECRET), LIMITS)
+    fleet = EngineFleet([engine.url for engine in engines], EngineConnection(SECRET), LIMITS)
     trained = model(5)
-    trial = Trial(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
+    trial = ProbeTerms(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
     publisher = Publisher(
-        fleet=fleet, world=None, transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial=trial
+        fleet=fleet,
+        world=None,
+        transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds),
+        probe_terms=trial,
     )
     try:
         assert publisher.publish(1, iter(weights(trained, tmp_path / "first").items())).probe_mean < 1e-4
@@ -284,18 +289,18 @@ def test_what_an_engine_that_hangs_was_asked_is_answered_by_the_other(
     answers = asked.answers(lambda: os.killpg(engines[0].pid, signal.SIGSTOP))
     try:
         asked.are_right(answers)
-        assert [engine.url for engine in asked.fleet.serving] == [engines[1].url]
+        assert [engine.url for engine in asked.fleet.serving_engines] == [engines[1].url]
     finally:
         os.killpg(engines[0].pid, signal.SIGCONT)
     # It has the published weights: it serves as soon as it says so.
-    eventually(lambda: len(asked.fleet.serving) == 2, "its return")
+    eventually(lambda: len(asked.fleet.serving_engines) == 2, "its return")
 
 
 def test_all_answers_arrive_when_an_engine_is_killed_while_it_generates(
     engines: tuple[Engine, Engine], asked: Asked
 ) -> None:
     asked.are_right(asked.answers(lambda: os.killpg(engines[0].pid, signal.SIGKILL)))
-    assert [engine.url for engine in asked.fleet.serving] == [engines[1].url]
+    assert [engine.url for engine in asked.fleet.serving_engines] == [engines[1].url]
 
 
 def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
@@ -303,14 +308,17 @@ def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
 ) -> None:
     # Both load at once, and neither is asked to finish before both have loaded.
     other = StandIn(updated=lambda _: os.killpg(engines[1].pid, signal.SIGKILL))
-    fleet = Fleet([engines[1].ready().url, other.url], Connection(SECRET), LIMITS)
-    trial = Trial(PROBE, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), lambda: 1e-3)
+    fleet = EngineFleet([engines[1].ready().url, other.url], EngineConnection(SECRET), LIMITS)
+    trial = ProbeTerms(PROBE, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), lambda: 1e-3)
     publisher = Publisher(
-        fleet=fleet, world=None, transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial=trial
+        fleet=fleet,
+        world=None,
+        transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds),
+        probe_terms=trial,
     )
     try:
         publisher.publish(1, iter(weights(model(6), tmp_path / "first").items()))
-        assert [engine.url for engine in fleet.serving] == [other.url]
+        assert [engine.url for engine in fleet.serving_engines] == [other.url]
     finally:
         publisher.close()
         other.close()

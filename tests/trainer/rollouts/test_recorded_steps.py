@@ -65,10 +65,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the engine's shape, half of whose answers end."""
     folder = tmp_path_factory.mktemp("published")
     torch.manual_seed(1)
-    sizes: dict[str, Any] = dict(catalog.config(tiny.TOKENIZER) or {})
+    sizes: dict[str, Any] = dict(catalog.find_config(tiny.TOKENIZER) or {})
     config = AutoConfig.for_model(**sizes)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tokenizer = tiny.tokenizer()
+    tokenizer = tiny.build_tokenizer()
     with torch.no_grad():
         model.lm_head.weight.mul_(6)
         # Turned round: with its own sign no answer has an end.

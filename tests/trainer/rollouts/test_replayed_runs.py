@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"one rank": {}, "CP2": {"context": 2}, "TP
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "engine-model").mkdir()
-    (folder / "engine-model/config.json").write_text(json.dumps(dict(catalog.config(tiny.TOKENIZER) or {})))
+    (folder / "engine-model/config.json").write_text(json.dumps(dict(catalog.find_config(tiny.TOKENIZER) or {})))
     job: dict[str, Any] = {
         "model": {"dtype": "bfloat16"},
         "data": {"maxLength": 64},

@@ -12,15 +12,15 @@ import pytest
 
 from fuzzing import damaged, drawn
 from moejob_api.contract.answers import EngineAnswer, WeightSpan
-from moejob_trainer.rollouts.interface import Answer, Request, RoutedLayers, Sampling
-from moejob_trainer.rollouts.routed_experts import BadRouting, routed_experts
-from moejob_trainer.rollouts.wire import BadAnswer, read_answer
+from moejob_trainer.rollouts.interface import Answer, GenerationRequest, RoutedLayers, SamplingParams
+from moejob_trainer.rollouts.routed_experts import BadRouting, decode_routed_experts
+from moejob_trainer.rollouts.wire import BadReply, read_answer
 
 # Of four layers the first is dense.
 LAYERS = RoutedLayers(layers=4, routed=(1, 2, 3), experts=8, per_token=2)
 TOKENS = 5
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,), routing=LAYERS)
-REQUEST = Request(0, 0, np.array([4, 5, 6], np.int32), seed=1)
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,), routing=LAYERS)
+REQUEST = GenerationRequest(0, 0, np.array([4, 5, 6], np.int32), seed=1)
 
 Array = npt.NDArray[Any]
 
@@ -42,14 +42,14 @@ def encoded(array: Array) -> str:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
 def test_the_layers_that_have_experts_are_taken(kind: Any) -> None:
     whole = experts(kind=kind)
-    found = routed_experts(encoded(whole), TOKENS, LAYERS)
+    found = decode_routed_experts(encoded(whole), TOKENS, LAYERS)
     np.testing.assert_array_equal(found, whole[:, 1:])
     assert found.dtype == np.uint8
 
 
 def test_more_experts_than_a_byte_counts_take_two() -> None:
     many = RoutedLayers(layers=1, routed=(0,), experts=256, per_token=2)
-    found = routed_experts(encoded(np.array([[[255, 0]]], np.uint8)), 1, many)
+    found = decode_routed_experts(encoded(np.array([[[255, 0]]], np.uint8)), 1, many)
     assert found.dtype == np.int16
     # There is room for one number more than there are experts.
     assert (found + 1).tolist() == [[[256, 1]]]
@@ -82,21 +82,21 @@ def _with(value: int, layer: int = 2) -> Array:
 )
 def test_what_is_not_the_routing_of_the_answer_is_refused_by_name(text: str, reason: str) -> None:
     with pytest.raises(BadRouting, match=reason):
-        routed_experts(text, TOKENS, LAYERS)
+        decode_routed_experts(text, TOKENS, LAYERS)
 
 
 def test_a_header_that_claims_a_terabyte_takes_no_memory() -> None:
     content = base64.b64decode(encoded(experts()))
     claimed = content.replace(b"(5, 4, 2)", b"(9999999999, 99, 9)", 1)
     with pytest.raises(BadRouting, match=r"\(9999999999, 99, 9\)"):
-        routed_experts(base64.b64encode(claimed).decode(), TOKENS, LAYERS)
+        decode_routed_experts(base64.b64encode(claimed).decode(), TOKENS, LAYERS)
 
 
 def test_damaged_routing_is_read_within_its_bounds_or_refused() -> None:
     whole = [encoded(experts()).encode(), encoded(experts(kind=np.uint16)).encode()]
     for draw in drawn():
         try:
-            found = routed_experts(damaged(draw, whole).decode("latin-1"), TOKENS, LAYERS)
+            found = decode_routed_experts(damaged(draw, whole).decode("latin-1"), TOKENS, LAYERS)
         except BadRouting:
             continue
         assert found.shape == (TOKENS, 3, 2)
@@ -107,7 +107,7 @@ def test_damaged_routing_is_read_within_its_bounds_or_refused() -> None:
 # --- in an answer ---------------------------------------------------------------------------------------------------
 
 
-def _answer(routing: str | None, sampling: Sampling = SAMPLING) -> Answer:
+def _answer(routing: str | None, sampling: SamplingParams = SAMPLING) -> Answer:
     answer = EngineAnswer(
         tokens=np.array([7, 8, 1], "<i4").tobytes(),
         log_probabilities=np.full(3, -0.5, "<f4").tobytes(),
@@ -125,12 +125,12 @@ def test_an_answer_carries_the_experts_of_prompt_and_answer_but_the_last() -> No
 
 
 def test_an_answer_without_the_experts_that_were_asked_for_is_none() -> None:
-    with pytest.raises(BadAnswer, match="without the experts"):
+    with pytest.raises(BadReply, match="without the experts"):
         _answer(None)
-    with pytest.raises(BadAnswer, match=r"\(3, 4, 2\) .* where \(5, 4, 2\)"):
+    with pytest.raises(BadReply, match=r"\(3, 4, 2\) .* where \(5, 4, 2\)"):
         # Those of the tokens that were computed before an engine was lost, or of the answer alone.
         _answer(encoded(experts(3)))
 
 
 def test_experts_that_were_not_asked_for_are_left_alone() -> None:
-    assert _answer("rubbish", Sampling(1.0, 1.0, 8, (1,))).routing is None
+    assert _answer("rubbish", SamplingParams(1.0, 1.0, 8, (1,))).routing is None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moejob_trainer.runtime.activity import Activity, activity_of, has_worked
+from moejob_trainer.runtime.activity import Activity, has_worked, read_activity
 
 COMPUTES = "while True: pass"
 READS = "f = open('/dev/zero', 'rb', buffering=0)\nwhile True: f.read(1 << 20)"
@@ -35,9 +35,9 @@ def running(program: str) -> Iterator[subprocess.Popen[str]]:
 def has_ever_worked(pid: int) -> bool:
     until = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < until:
-        before, began = activity_of(pid), time.monotonic()
+        before, began = read_activity(pid), time.monotonic()
         time.sleep(0.2)
-        if has_worked(before, activity_of(pid), time.monotonic() - began):
+        if has_worked(before, read_activity(pid), time.monotonic() - began):
             return True
     return False
 
@@ -75,14 +75,14 @@ def test_a_process_that_waits_or_is_stopped_does_not_work() -> None:
         waits.stdout.readline()
         os.kill(stopped.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
-        before = [activity_of(process.pid) for process in (waits, stopped)]
+        before = [read_activity(process.pid) for process in (waits, stopped)]
         assert stopped.poll() is None
         time.sleep(0.5)
-        after = [activity_of(process.pid) for process in (waits, stopped)]
+        after = [read_activity(process.pid) for process in (waits, stopped)]
     assert not any(has_worked(*pair, 0.5) for pair in zip(before, after, strict=True))
 
 
 def test_a_process_that_is_gone_has_no_work() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    assert activity_of(process.pid) == Activity(0.0, 0)
+    assert read_activity(process.pid) == Activity(0.0, 0)

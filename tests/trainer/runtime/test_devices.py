@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from builders import spec
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.layers.kernels.attention import flash_supports
+from moejob_trainer.layers.kernels.attention import is_flash_supported
 from moejob_trainer.runtime.devices import compute_deterministically, share_cores, start_device
 
 
@@ -108,6 +108,6 @@ def test_what_a_job_says_to_nccl_counts(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("algorithms")
 def test_attention_that_adds_with_atomics_is_not_deterministic() -> None:
     hopper = (torch.bfloat16, (128, 128), 9)
-    assert flash_supports(*hopper)
+    assert is_flash_supported(*hopper)
     compute_deterministically()
-    assert not flash_supports(*hopper)
+    assert not is_flash_supported(*hopper)

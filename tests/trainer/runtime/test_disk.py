@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.runtime.disk import ChangedContent, Disk, cut_half_line, keep_folder, publish_folder, replace
+from moejob_trainer.runtime.disk import ChangedContent, Disk, cut_half_line, keep_folder, publish_folder, replace_file
 
 
 @dataclass
@@ -46,7 +46,7 @@ def written(folder: Path, text: str = "{}") -> None:
 
 def test_a_file_has_its_name_only_when_it_is_durable(tmp_path: Path) -> None:
     disk = WatchedDisk()
-    replace(disk, tmp_path / "hub.json", b"{}")
+    replace_file(disk, tmp_path / "hub.json", b"{}")
     assert disk.lost == {"hub.json": []}
     assert tmp_path in disk.synced
 

@@ -25,14 +25,14 @@ def names(folder: Path) -> list[str]:
 
 def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:
     fence = Fence(tmp_path, KEY)
-    assert fence.newest() is None
+    assert fence.newest_token() is None
     first = fence.acquire(1, 0)
     assert fence.is_ours(first)
     second = fence.acquire(1, 1)
     third = fence.acquire(2, 0)
     assert [fence.is_ours(held) for held in (first, second, third)] == [False, False, True]
-    assert fence.newest() == third
-    assert fence.foreign() == []
+    assert fence.newest_token() == third
+    assert fence.foreign_names() == []
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     fence = Fence(tmp_path, KEY)
     fence.acquire(9, 0)
     tenth = fence.acquire(10, 0)
-    assert fence.newest() == tenth
+    assert fence.newest_token() == tenth
 
 
-PROOF_OF_ANOTHER_NUMBER = Fence(Path(), KEY)._name(FenceToken(1, 0)).rpartition(".")[2]  # noqa: SLF001
+PROOF_OF_ANOTHER_NUMBER = Fence(Path(), KEY)._file_name(FenceToken(1, 0)).rpartition(".")[2]  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ PROOF_OF_ANOTHER_NUMBER = Fence(Path(), KEY)._name(FenceToken(1, 0)).rpartition(
         pytest.param("9999999999.9999999999", id="without a proof"),
         pytest.param(f"9999999999.9999999999.{'0' * 64}", id="with a wrong proof"),
         pytest.param(f"9999999999.9999999999.{PROOF_OF_ANOTHER_NUMBER}", id="with the proof of an older claim"),
-        pytest.param(Fence(Path(), claim_key("another", "uid"))._name(FenceToken(3, 0)), id="of another secret"),  # noqa: SLF001
-        pytest.param(Fence(Path(), claim_key("secret", "other"))._name(FenceToken(3, 0)), id="of another job"),  # noqa: SLF001
+        pytest.param(Fence(Path(), claim_key("another", "uid"))._file_name(FenceToken(3, 0)), id="of another secret"),  # noqa: SLF001
+        pytest.param(Fence(Path(), claim_key("secret", "other"))._file_name(FenceToken(3, 0)), id="of another job"),  # noqa: SLF001
     ],
 )
 def test_a_foreign_claim_supersedes_no_one_and_is_named(tmp_path: Path, name: str) -> None:
@@ -81,7 +81,7 @@ def test_a_foreign_claim_supersedes_no_one_and_is_named(tmp_path: Path, name: st
     assert fence.is_ours(held)
     later = fence.acquire(2, 0)
     assert [fence.is_ours(held), fence.is_ours(later)] == [False, True]
-    assert fence.foreign() == [name]
+    assert fence.foreign_names() == [name]
 
 
 def test_a_claim_of_before_that_is_put_back_holds_nothing(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ class Interrupted(Fence):
 
     def _path(self, mine: FenceToken) -> Path:
         self._act("token")
-        return super()._path(mine)
+        return super()._token_path(mine)
 
     def _names(self) -> list[str]:
-        found = super()._names()
+        found = super()._file_names()
         looks: list[list[str]] = self.__dict__["looks"]
         looks.append(found)
         # First whether it is the newest, then for older ones to remove.

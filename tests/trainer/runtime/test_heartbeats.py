@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunPhase, RunProgress
-from moejob_trainer.launcher.metrics import exposition
+from moejob_trainer.launcher.metrics import format_metrics
 from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
 
 
@@ -23,10 +23,10 @@ def test_a_board_shows_who_has_beaten_at_which_step(tmp_path: Path) -> None:
 def test_a_board_shows_the_phase_of_each_rank_and_since_when(tmp_path: Path) -> None:
     board = HeartbeatBoard(tmp_path / "board", 2)
     heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "1"})
-    heartbeat.enter(RunPhase.READING_MODEL)
-    heartbeat.enter(RunPhase.PREPARING_DATA)
+    heartbeat.enter_phase(RunPhase.READING_MODEL)
+    heartbeat.enter_phase(RunPhase.PREPARING_DATA)
     first = board.read()[1]
-    heartbeat.enter(RunPhase.PREPARING_DATA)
+    heartbeat.enter_phase(RunPhase.PREPARING_DATA)
     rows = board.read()
     assert [row.phase for row in rows] == [None, RunPhase.PREPARING_DATA]
     assert rows[1].phase_seconds >= first.phase_seconds
@@ -34,11 +34,11 @@ def test_a_board_shows_the_phase_of_each_rank_and_since_when(tmp_path: Path) -> 
 
 def test_what_rank_0_says_is_read_and_carried_to_the_next_board(tmp_path: Path) -> None:
     board = HeartbeatBoard(tmp_path / "first", 1)
-    assert board.run() is None
+    assert board.read_run() is None
     said = RunProgress(step=3, loss=1.5)
-    Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"}).report(said)
-    assert board.run() == said
-    assert HeartbeatBoard(tmp_path / "second", 1, said).run() == said
+    Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"}).report_run(said)
+    assert board.read_run() == said
+    assert HeartbeatBoard(tmp_path / "second", 1, said).read_run() == said
 
 
 def test_a_beat_into_an_older_board_is_not_seen(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path) -> None:
     board = HeartbeatBoard(tmp_path / "board", 1)
     heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
     (board.folder / "run.new").mkdir()
-    heartbeat.report(RunProgress(step=1))
-    assert board.run() is None
+    heartbeat.report_run(RunProgress(step=1))
+    assert board.read_run() is None
 
 
 def test_beats_without_a_launcher_are_an_error() -> None:
@@ -73,7 +73,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
         phase=RunPhase.STEPPING,
         phase_seconds=7.5,
     )
-    assert exposition(pod).splitlines() == [
+    assert format_metrics(pod).splitlines() == [
         "# HELP moejob_pod_ready Every rank of the pod has sent a heartbeat.",
         "# TYPE moejob_pod_ready gauge",
         "moejob_pod_ready 1",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moejob_trainer.runtime import read_ahead as module
-from moejob_trainer.runtime.read_ahead import FilePart, blocks, read_ahead
+from moejob_trainer.runtime.read_ahead import FilePart, read_ahead, read_blocks
 
 MISSING = Path("/none")
 
@@ -15,7 +15,7 @@ MISSING = Path("/none")
 def test_blocks_are_the_file(tmp_path: Path, size: int) -> None:
     content = bytes(number % 251 for number in range(size))
     (tmp_path / "file").write_bytes(content)
-    found = [bytes(block) for block in blocks(tmp_path / "file", 4096)]
+    found = [bytes(block) for block in read_blocks(tmp_path / "file", 4096)]
     assert b"".join(found) == content
     assert all(len(block) <= 4096 for block in found)
 

@@ -11,7 +11,7 @@ from typing import Any
 from builders import spec
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.tracking import TrackedRun
-from moejob_trainer.tracking.backends import Numbers
+from moejob_trainer.tracking.backends import StepNumbers
 from moejob_trainer.training import UpdateResult
 
 DEADLINE_SECONDS = 300.0
@@ -23,9 +23,9 @@ def tracked(folder: Path, **tracking: Any) -> TrackedRun:
     return TrackedRun("tiny", "uid-7", spec(tracking=tracking), folder, token)
 
 
-def numbers(step: int, **values: float) -> Numbers:
+def numbers(step: int, **values: float) -> StepNumbers:
     """Return the metrics of a step."""
-    return Numbers(step, 1000.0 + step, values or {"loss": 1.0 / step})
+    return StepNumbers(step, 1000.0 + step, values or {"loss": 1.0 / step})
 
 
 def updated(loss: float = 2.5, **fields: Any) -> UpdateResult:
@@ -39,7 +39,7 @@ class Kept:
     def __init__(self, broken: frozenset[int] = frozenset()) -> None:
         self.broken, self.steps, self.ended = broken, list[int](), list[bool]()
 
-    def write(self, numbers: Numbers) -> None:
+    def write(self, numbers: StepNumbers) -> None:
         if numbers.step in self.broken:
             raise ConnectionError(f"no route for step {numbers.step}")
         self.steps.append(numbers.step)
@@ -54,7 +54,7 @@ class Hanging:
     def __init__(self) -> None:
         self.is_reached, self.released = threading.Event(), threading.Event()
 
-    def write(self, numbers: Numbers) -> None:  # noqa: ARG002
+    def write(self, numbers: StepNumbers) -> None:  # noqa: ARG002
         self.is_reached.set()
         self.released.wait()
 

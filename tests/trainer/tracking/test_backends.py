@@ -22,10 +22,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from wandb.proto import wandb_internal_pb2
 
 from moejob_api.job.lifecycle import MLflow, Wandb
-from moejob_trainer.tracking import Background, Tracker, tracker
+from moejob_trainer.tracking import BackgroundBackend, Tracker, open_tracker
 from moejob_trainer.tracking.mlflow_run import MLflowRun
 from moejob_trainer.tracking.tensorboard_events import TensorBoardEvents
-from moejob_trainer.tracking.tracker import asked_for
+from moejob_trainer.tracking.tracker import backend_openers
 from moejob_trainer.tracking.wandb_run import WandbRun
 from trainer.tracking.runs import DEADLINE_SECONDS, numbers, tracked
 
@@ -213,9 +213,11 @@ def test_without_its_package_a_sink_says_so_once(
     monkeypatch.setitem(sys.modules, package, None)
     said: list[str] = []
     (opened,) = (
-        opened for name, opened in asked_for(tracked(tmp_path, **tracking)).items() if name == f"tracking.{package}"
+        opened
+        for name, opened in backend_openers(tracked(tmp_path, **tracking)).items()
+        if name == f"tracking.{package}"
     )
-    with Tracker([Background(f"tracking.{package}", opened, said.append)], DEADLINE_SECONDS) as backends:
+    with Tracker([BackgroundBackend(f"tracking.{package}", opened, said.append)], DEADLINE_SECONDS) as backends:
         backends.write(1, {"loss": 1.0})
     assert said[0] == (
         f"tracking.{package}: this image has no package {package}; install it in the image or remove the tracker from "
@@ -224,8 +226,8 @@ def test_without_its_package_a_sink_says_so_once(
 
 
 def test_a_job_gets_the_sinks_it_asks_for(tmp_path: Path) -> None:
-    assert [*asked_for(tracked(tmp_path))] == ["tracking.tensorboard"]
-    assert [*asked_for(tracked(tmp_path, tensorboard=False, **WANDB, **MLFLOW))] == [
+    assert [*backend_openers(tracked(tmp_path))] == ["tracking.tensorboard"]
+    assert [*backend_openers(tracked(tmp_path, tensorboard=False, **WANDB, **MLFLOW))] == [
         "tracking.wandb",
         "tracking.mlflow",
     ]
@@ -233,6 +235,6 @@ def test_a_job_gets_the_sinks_it_asks_for(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_sends(tmp_path: Path) -> None:
     for is_first in (False, True):
-        with tracker(tracked(tmp_path), is_first=is_first) as backends:
+        with open_tracker(tracked(tmp_path), is_first=is_first) as backends:
             backends.write(1, {"loss": 1.0})
         assert (tmp_path / "tensorboard").exists() is is_first

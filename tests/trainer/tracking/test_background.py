@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moejob_trainer.tracking import Background, Tracker, TrackerBackend
+from moejob_trainer.tracking import BackgroundBackend, Tracker, TrackerBackend
 from trainer.tracking.runs import DEADLINE_SECONDS, Hanging, Kept, numbers, until
 
 PATIENCE = 0.2
@@ -24,14 +24,14 @@ def hanging() -> Iterator[Hanging]:
     backend.released.set()
 
 
-def _ended(*backends: Background, patience_seconds: float = DEADLINE_SECONDS) -> None:
+def _ended(*backends: BackgroundBackend, patience_seconds: float = DEADLINE_SECONDS) -> None:
     with Tracker(backends, patience_seconds):
         pass
 
 
 def test_a_sink_gets_every_step_in_order_and_is_closed_when_all_is_sent(said: list[str]) -> None:
     kept = Kept()
-    backend = Background("kept", lambda: kept, said.append)
+    backend = BackgroundBackend("kept", lambda: kept, said.append)
     for step in range(1, 201):
         backend.write(numbers(step))
     _ended(backend)
@@ -41,7 +41,7 @@ def test_a_sink_gets_every_step_in_order_and_is_closed_when_all_is_sent(said: li
 
 def test_what_a_sink_raises_is_said_once_and_counted(said: list[str]) -> None:
     kept = Kept(broken=frozenset({2, 3, 5}))
-    backend = Background("kept", lambda: kept, said.append)
+    backend = BackgroundBackend("kept", lambda: kept, said.append)
     for step in range(1, 7):
         backend.write(numbers(step))
     _ended(backend)
@@ -60,7 +60,7 @@ def test_a_sink_that_cannot_be_opened_loses_every_step_but_not_the_run(said: lis
     def refused() -> TrackerBackend:
         raise PermissionError("api key missing")
 
-    backend = Background("closed", refused, said.append)
+    backend = BackgroundBackend("closed", refused, said.append)
     for step in (1, 2):
         backend.write(numbers(step))
     _ended(backend)
@@ -71,8 +71,8 @@ def test_a_sink_that_cannot_be_opened_loses_every_step_but_not_the_run(said: lis
 
 def test_a_sink_that_hangs_delays_neither_steps_nor_the_end(hanging: Hanging, said: list[str]) -> None:
     kept = Kept()
-    behind = Background("hanging", lambda: hanging, said.append, most_waiting=10)
-    beside = Background("kept", lambda: kept, said.append)
+    behind = BackgroundBackend("hanging", lambda: hanging, said.append, most_waiting=10)
+    beside = BackgroundBackend("kept", lambda: kept, said.append)
     with Tracker([behind, beside], PATIENCE) as tracker:
         tracker.write(1, {"loss": 1.0})
         until(hanging.is_reached.is_set)
@@ -92,7 +92,7 @@ def test_a_sink_that_hangs_as_it_opens_is_left_behind(hanging: Hanging, said: li
         hanging.write(numbers(1))
         return hanging
 
-    backend = Background("hanging", opened, said.append)
+    backend = BackgroundBackend("hanging", opened, said.append)
     _ended(backend, patience_seconds=PATIENCE)
     assert said == ["hanging did not finish in time and was left behind"]
 
@@ -106,6 +106,6 @@ def test_a_sink_that_hangs_as_it_opens_is_left_behind(hanging: Hanging, said: li
 )
 def test_sinks_learn_how_the_run_ended(raised: BaseException, has_failed: bool) -> None:
     kept = Kept()
-    with pytest.raises(type(raised)), Tracker([Background("kept", lambda: kept)], DEADLINE_SECONDS):
+    with pytest.raises(type(raised)), Tracker([BackgroundBackend("kept", lambda: kept)], DEADLINE_SECONDS):
         raise raised
     assert kept.ended == [has_failed]

@@ -11,11 +11,11 @@ import pytest
 
 from builders import spec
 from moejob_api.contract.pods import PodProgress, RunProgress
-from moejob_trainer.launcher.metrics import exposition
+from moejob_trainer.launcher.metrics import format_metrics
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import StartTiming
-from moejob_trainer.tracking import Background, Tracker
+from moejob_trainer.tracking import BackgroundBackend, Tracker
 from moejob_trainer.tracking.reporter import STEP_LOG, ProgressWriter, RankHardware, Reporter, rank_hardware
 from moejob_trainer.training import UpdateResult
 from trainer.tracking.runs import DEADLINE_SECONDS, Kept, updated
@@ -30,7 +30,7 @@ class Reported:
         self.now = 100.0
         self.folder, self.board, self.kept = folder, HeartbeatBoard(folder / "board", 1), Kept()
         self.saved: tuple[int | None, float | None, float] = (4, 1.5, 0.25)
-        self.tracker = Tracker([Background("kept", lambda: self.kept)], DEADLINE_SECONDS)
+        self.tracker = Tracker([BackgroundBackend("kept", lambda: self.kept)], DEADLINE_SECONDS)
         heartbeat = Heartbeat.for_rank({BOARD: str(self.board.folder), "LOCAL_RANK": "0"})
         self.reporter = Reporter(
             ProgressWriter(folder, heartbeat, FenceToken(3, 1), self.tracker, is_first=is_first),
@@ -42,7 +42,7 @@ class Reported:
             evaluate=self._evaluated,
             clock=lambda: self.now,
         )
-        self.reporter.begin()
+        self.reporter.start()
 
     def _evaluated(self, step: int) -> dict[str, float]:
         if step != 2:
@@ -53,14 +53,14 @@ class Reported:
     def report(self, step: int, *results: UpdateResult) -> dict[str, Any]:
         """The line of that step."""
         self.now += 2.0
-        self.reporter.report(step, results)
+        self.reporter.report_step(step, results)
         text = (self.folder / STEP_LOG).read_text().splitlines()[-1]
         line: dict[str, Any] = json.loads(text, parse_constant=pytest.fail)
         return line
 
     def run(self) -> RunProgress:
         """Return the progress that the launcher reads."""
-        heard = self.board.run()
+        heard = self.board.read_run()
         assert heard is not None
         return heard
 
@@ -95,7 +95,7 @@ def test_a_line_says_how_fast_and_how_well_the_step_was_learned(tmp_path: Path) 
 
 def test_only_the_first_line_after_a_start_says_how_the_start_went(tmp_path: Path) -> None:
     reported = Reported(tmp_path)
-    reported.reporter.begin(StartTiming(0.5, 0.0, 4.0, 2.0, 8.0004))
+    reported.reporter.start(StartTiming(0.5, 0.0, 4.0, 2.0, 8.0004))
     first, second = reported.report(1, updated()), reported.report(2, updated())
     parts = ("endingSeconds", "importSeconds", "meetingSeconds", "joiningSeconds", "loadingSeconds")
     assert [first[part] for part in parts] == [0.5, 0.0, 4.0, 2.0, 8.0]
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(tmp_path: Path, loss
 def test_the_launcher_shows_the_run(tmp_path: Path) -> None:
     reported = Reported(tmp_path)
     reported.report(1, updated(flops=4e12, metrics={"reward": 0.75, "mtpLoss": 3.5}))
-    shown = exposition(PodProgress(attempt=1, index=0, run=reported.run())).splitlines()
+    shown = format_metrics(PodProgress(attempt=1, index=0, run=reported.run())).splitlines()
     assert {
         "moejob_step 1",
         "moejob_total_steps 10",
@@ -181,7 +181,7 @@ def test_prometheus_reads_every_other_number_of_the_step_log(tmp_path: Path) -> 
     reported.report(3, updated(metrics=measures | {f"reward/{'x' * 600}": 1.0}))
     run = reported.run()
     assert "reward" not in run.measures
-    shown = exposition(PodProgress(attempt=1, index=0, run=run)).splitlines()
+    shown = format_metrics(PodProgress(attempt=1, index=0, run=run)).splitlines()
     assert "# TYPE moejob_reward_by_name gauge" in shown
     assert {
         'moejob_reward_by_name{name="http://score"} 0.5',
@@ -213,7 +213,7 @@ def test_the_last_word_of_a_run_names_its_last_checkpoint(tmp_path: Path) -> Non
     reported.report(10, updated())
     assert reported.run().last_checkpoint_step == 4
     reported.saved = (10, 2.5, 0.25)
-    reported.reporter.finish()
+    reported.reporter.report_end()
     assert (reported.run().step, reported.run().last_checkpoint_step, reported.run().save_seconds) == (10, 10, 2.5)
     assert reported.run().loss == 2.5
 
@@ -221,7 +221,7 @@ def test_the_last_word_of_a_run_names_its_last_checkpoint(tmp_path: Path) -> Non
 def test_a_run_that_has_only_its_export_left_says_where_it_is(tmp_path: Path) -> None:
     reported = Reported(tmp_path)
     reported.saved = (10, None, 0.0)
-    reported.reporter.finish()
+    reported.reporter.report_end()
     assert reported.run() == RunProgress(step=10, total_steps=10, last_checkpoint_step=10)
 
 
@@ -236,10 +236,10 @@ def test_sinks_are_sent_every_step(tmp_path: Path) -> None:
 def test_only_the_first_rank_tells(tmp_path: Path) -> None:
     reported = Reported(tmp_path, is_first=False)
     with reported.tracker:
-        reported.reporter.report(1, [updated()])
-    reported.reporter.finish()
+        reported.reporter.report_step(1, [updated()])
+    reported.reporter.report_end()
     assert not (tmp_path / STEP_LOG).exists()
-    assert (reported.kept.steps, reported.board.run()) == ([], None)
+    assert (reported.kept.steps, reported.board.read_run()) == ([], None)
     # But it lives.
     assert reported.board.read()[0].step == 1
 

@@ -18,10 +18,10 @@ FLAT = {"reward": 0.0, "groups": 4.0, "groupsWithoutSignal": 3.0, "truncated": 0
 def test_each_sign_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     signals = SignalLog(GRPO)
     for _ in range(WINDOW_STEPS - 1):
-        signals.note(FLAT)
+        signals.note_step(FLAT)
     assert caplog.messages == []
     for _ in range(3 * WINDOW_STEPS):
-        signals.note(FLAT)
+        signals.note_step(FLAT)
     assert len(caplog.messages) == 2
     assert "15 of 20 groups of the last 5 steps" in caplog.messages[0]
     assert "94% of the answers" in caplog.messages[1]
@@ -31,7 +31,9 @@ def test_a_reward_that_has_risen_since_the_first_steps_is_no_sign(caplog: pytest
     signals = SignalLog(GRPO)
     for number in range(10 * WINDOW_STEPS):
         is_late = number >= WINDOW_STEPS
-        signals.note({"reward": float(is_late), "groups": 4.0, "groupsWithoutSignal": 4.0 * is_late, "truncated": 0.0})
+        signals.note_step(
+            {"reward": float(is_late), "groups": 4.0, "groupsWithoutSignal": 4.0 * is_late, "truncated": 0.0}
+        )
     assert caplog.messages == []
 
 
@@ -47,5 +49,5 @@ def test_nothing_is_said_without_rewards(
 ) -> None:
     signals = SignalLog(grpo)  # type: ignore[arg-type]
     for _ in range(2 * WINDOW_STEPS):
-        signals.note(line)
+        signals.note_step(line)
     assert caplog.messages == []

@@ -38,12 +38,12 @@ class Checkpoints(Protocol):
 class Stop(Protocol):
     """A request to end the run."""
 
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Return whether to end after this step. All ranks call it together and get the same answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """Everything a run is made of."""
 
     engine: TrainingEngine
@@ -57,24 +57,24 @@ class Run:
     # Whether the run stops before its last step; on every rank alike.
     is_over: Callable[[], bool] = lambda: False
     # Called when the state is there and the first step begins.
-    begin: Callable[[], None] = lambda: None
+    begin_stepping: Callable[[], None] = lambda: None
     # Surrounds the updates of a step, counted from 1.
-    traced: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+    trace_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
 
 
-def train(run: Run) -> LoopOutcome:
+def run_training_loop(run: TrainingRun) -> LoopOutcome:
     """Step until the run is done or asked to stop, and save the state by then."""
     step, is_owed = run.checkpoints.restore(), False
-    run.begin()
+    run.begin_stepping()
     while step < run.total_steps and not run.is_over():
         run.engine.begin_step(step)
-        with run.traced(step + 1):
+        with run.trace_step(step + 1):
             results = [
                 run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
             ]
         step += 1
         run.report(step, results)
-        is_stopping, is_sound = run.stop.agreed(), all(result.is_applied for result in results)
+        is_stopping, is_sound = run.stop.has_agreed(), all(result.is_applied for result in results)
         run.checkpoints.poll()
         is_owed = run.checkpoints.is_due(step) or is_owed
         is_last = step == run.total_steps or run.is_over()

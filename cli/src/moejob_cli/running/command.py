@@ -8,39 +8,48 @@ from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_api.layout.sizes import Layout
 from moejob_cli.inputs import PlannedJob
 from moejob_cli.running.display import RunDisplay
-from moejob_cli.running.folder import HeldRunFolder, held
-from moejob_cli.running.launchers import RunOf
-from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, require_room, require_sources, this_machine
-from moejob_cli.running.processes import Launching
+from moejob_cli.running.folder import HeldRunFolder, hold_run_folder
+from moejob_cli.running.launchers import LocalRun
+from moejob_cli.running.machine import (
+    CannotRun,
+    LocalMachine,
+    find_local_machine,
+    require_capacity,
+    require_room,
+    require_sources,
+)
+from moejob_cli.running.processes import LauncherStarter
 from moejob_cli.running.steps import StepLine, StepLog
-from moejob_cli.running.supervision import Result, Supervision
+from moejob_cli.running.supervision import RunResult, Supervision
 
 RUNS = Path("runs")
 
 
-def run(
-    answer: PlannedJob, layout: Layout, folder: Path | None, display: RunDisplay
-) -> tuple[Result, list[StepLine], Path]:
+def run_job(
+    planned_job: PlannedJob, layout: Layout, folder: Path | None, display: RunDisplay
+) -> tuple[RunResult, list[StepLine], Path]:
     """Run an accepted job on this machine; return its result, its steps and its run folder."""
-    name = answer.job.metadata.name
-    place = (folder or RUNS / name).absolute()
+    name = planned_job.job.metadata.name
+    run_folder = (folder or RUNS / name).absolute()
     try:
-        machine = this_machine()
-        must_fit(answer.job.spec, layout, machine)
-        require_sources(answer.job.spec)
-        with held(place, name) as mine:
-            if answer.plan.volume is not None:
-                require_room(answer.plan.volume.at_least(answer.job.spec), place)
-            of = RunOf(name, mine.owner.uid, answer.job.spec, layout, place, mine.secret)
-            return _supervised(of, machine, mine, display)
+        machine = find_local_machine()
+        require_capacity(planned_job.job.spec, layout, machine)
+        require_sources(planned_job.job.spec)
+        with hold_run_folder(run_folder, name) as held_folder:
+            if planned_job.plan.volume is not None:
+                require_room(planned_job.plan.volume.least_need(planned_job.job.spec), run_folder)
+            local_run = LocalRun(
+                name, held_folder.owner.uid, planned_job.job.spec, layout, run_folder, held_folder.secret
+            )
+            return _supervise_run(local_run, machine, held_folder, display)
     except CannotRun as refused:
-        return Result(ExitCode.BAD_CONFIGURATION, str(refused)), [], place
+        return RunResult(ExitCode.BAD_CONFIGURATION, str(refused)), [], run_folder
 
 
-def _supervised(
-    of: RunOf, machine: LocalMachine, mine: HeldRunFolder, display: RunDisplay
-) -> tuple[Result, list[StepLine], Path]:
-    log = StepLog(of.folder / RunFile.STEPS)
-    result = Supervision(of, machine, Launching(machine.python, mine), display, log).run()
+def _supervise_run(
+    local_run: LocalRun, machine: LocalMachine, held_folder: HeldRunFolder, display: RunDisplay
+) -> tuple[RunResult, list[StepLine], Path]:
+    log = StepLog(local_run.folder / RunFile.STEPS)
+    result = Supervision(local_run, machine, LauncherStarter(machine.python, held_folder), display, log).run()
     log.read()
-    return result, log.lines, of.folder
+    return result, log.lines, local_run.folder

@@ -28,7 +28,7 @@ _BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RunView:
     """A run at one moment."""
 
     phase: str
@@ -55,19 +55,19 @@ class RunDisplay(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, view: View) -> None:
+    def show_view(self, view: RunView) -> None:
         """Show the present view of the run."""
 
-    def report(self, event: str) -> None:
+    def report_event(self, event: str) -> None:
         """Print an event, which stays on the screen."""
 
 
-def display() -> RunDisplay:
+def choose_display() -> RunDisplay:
     """Return the display that fits the output: a terminal or not."""
-    return Terminal(Console(highlight=False)) if sys.stdout.isatty() else PlainLines()
+    return TerminalDisplay(Console(highlight=False)) if sys.stdout.isatty() else PlainDisplay()
 
 
-class Terminal:
+class TerminalDisplay:
     """A bar that moves."""
 
     def __init__(self, console: Console) -> None:
@@ -83,20 +83,20 @@ class Terminal:
     ) -> None:
         self._live.stop()
 
-    def show(self, view: View) -> None:
+    def show_view(self, view: RunView) -> None:
         """Draw the run again."""
-        self._live.update(picture(view), refresh=True)
+        self._live.update(draw_view(view), refresh=True)
 
-    def report(self, event: str) -> None:
+    def report_event(self, event: str) -> None:
         """Print above the bar."""
         self._live.console.print(Text(escaped_lines(event), style="yellow"))
 
 
-class PlainLines:
+class PlainDisplay:
     """A line every few seconds, and one for each event."""
 
     def __init__(self) -> None:
-        self._shown: View | None = None
+        self._shown_view: RunView | None = None
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -107,43 +107,43 @@ class PlainLines:
     ) -> None:
         """Do nothing: plain lines change no state of the output."""
 
-    def show(self, view: View) -> None:
+    def show_view(self, view: RunView) -> None:
         """Print when there is something new, and not too often."""
-        if is_news(view, self._shown, time.monotonic() - self._shown_at):
-            self._shown, self._shown_at = view_now(view), time.monotonic()
+        if is_news(view, self._shown_view, time.monotonic() - self._shown_at):
+            self._shown_view, self._shown_at = freeze_view(view), time.monotonic()
             sys.stdout.write(plain_line(view) + "\n")
             sys.stdout.flush()
 
-    def report(self, event: str) -> None:
+    def report_event(self, event: str) -> None:
         """Print."""
         sys.stdout.write(escaped_lines(event) + "\n")
         sys.stdout.flush()
 
 
-def view_now(view: View) -> View:
+def freeze_view(view: RunView) -> RunView:
     """Return the view with a copy of its newest line, for the run keeps adding to the list."""
     return replace(view, lines=tuple(view.lines[-1:]))
 
 
-def is_news(view: View, shown: View | None, seconds_ago: float) -> bool:
+def is_news(view: RunView, shown: RunView | None, seconds_ago: float) -> bool:
     """Return whether a line is due: another phase, another checkpoint, the last step; the rest now and then."""
-    if shown is None or _news(view) != _news(shown):
+    if shown is None or _news_fields(view) != _news_fields(shown):
         return True
     if view.step == shown.step:
         return view.doing is not None and seconds_ago >= _PHASE_LINE_SECONDS
     return view.step == view.total_steps or seconds_ago >= _LINE_SECONDS
 
 
-def _news(view: View) -> tuple[str, str | None, int | None]:
+def _news_fields(view: RunView) -> tuple[str, str | None, int | None]:
     return view.phase, view.doing, view.checkpoint_step
 
 
-def plain_line(view: View) -> str:
+def plain_line(view: RunView) -> str:
     """The run in one line."""
-    return f"{view.phase}: {', '.join(_words(view))}"
+    return f"{view.phase}: {', '.join(_view_words(view))}"
 
 
-def picture(view: View) -> RenderableType:
+def draw_view(view: RunView) -> RenderableType:
     """The run as a bar with its numbers."""
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
@@ -151,31 +151,31 @@ def picture(view: View) -> RenderableType:
         ProgressBar(total=view.total_steps or 1, completed=view.step, width=_BAR_WIDTH),
         Text(_step_words(view)),
     )
-    return Group(grid, Text("  ".join(_words(view)[1:]), style="dim"))
+    return Group(grid, Text("  ".join(_view_words(view)[1:]), style="dim"))
 
 
-def ending(lines: Sequence[StepLine], folder: Path, grpo: Grpo | None = None) -> RenderableType:
+def closing_lines(lines: Sequence[StepLine], folder: Path, grpo: Grpo | None = None) -> RenderableType:
     """Return the closing lines of a run: the curve of loss or reward, signs of little learned, the places of files."""
     signals = weak_signals(lines, grpo) if grpo else []
     notes = [Text(f"  note         {signal.message}", style="yellow") for signal in signals]
-    return Group(*_curve(lines), *notes, *_places(folder))
+    return Group(*_curve_lines(lines), *notes, *_file_lines(folder))
 
 
-def _step_words(view: View) -> str:
+def _step_words(view: RunView) -> str:
     return f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
 
 
-def _words(view: View) -> list[str]:
+def _view_words(view: RunView) -> list[str]:
     words = [_step_words(view)]
     if view.doing is not None:
-        words.append(f"{view.doing} for {duration(view.doing_seconds)}")
+        words.append(f"{view.doing} for {duration_words(view.doing_seconds)}")
     if view.lines:
-        words += [_score(view.lines[-1]), *signal_words(view.lines[-1])]
-    speed, left = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)
+        words += [_score_words(view.lines[-1]), *signal_words(view.lines[-1])]
+    speed, remaining_seconds = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)
     if speed is not None:
         words.append(f"{speed:,.0f} tokens/s")
-    if left:
-        words.append(f"{duration(left)} left")
+    if remaining_seconds:
+        words.append(f"{duration_words(remaining_seconds)} left")
     if view.checkpoint_step is not None:
         words.append(f"checkpoint {view.checkpoint_step}")
     if view.restarts:
@@ -183,42 +183,42 @@ def _words(view: View) -> list[str]:
     return words
 
 
-def _score(line: StepLine) -> str:
+def _score_words(line: StepLine) -> str:
     return f"loss {line.loss:.4f}" if line.reward is None else f"reward {line.reward:.4f}"
 
 
-def duration(seconds: float) -> str:
+def duration_words(seconds: float) -> str:
     """Return a duration in words: 59 s, 3 min 5 s, 2 h 10 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"
 
 
-def _curve(lines: Sequence[StepLine]) -> list[RenderableType]:
+def _curve_lines(lines: Sequence[StepLine]) -> list[RenderableType]:
     if not lines:
         return []
     rewards = [line.reward for line in lines if line.reward is not None]
     name, values = ("reward", rewards) if rewards else ("loss", [line.loss for line in lines])
-    said = [Text(f"  {name:12} {values[0]:.4f} {sparkline(values, _CURVE_WIDTH)} {values[-1]:.4f}")]
+    curve_lines = [Text(f"  {name:12} {values[0]:.4f} {sparkline(values, _CURVE_WIDTH)} {values[-1]:.4f}")]
     evaluated = [line.eval_loss for line in lines if line.eval_loss is not None]
     if evaluated:
-        said.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))
+        curve_lines.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))
     best = [line for line in lines if line.best_step is not None and line.best_score is not None]
     if best:
-        said.append(Text(f"  best         {best[-1].best_score:.4f} at step {best[-1].best_step}"))
+        curve_lines.append(Text(f"  best         {best[-1].best_score:.4f} at step {best[-1].best_step}"))
     if lines[-1].stopped_early:
-        said.append(Text(f"  stopped      early at step {lines[-1].step}: training.earlyStop"))
-    return [*said]
+        curve_lines.append(Text(f"  stopped      early at step {lines[-1].step}: training.earlyStop"))
+    return [*curve_lines]
 
 
-def _places(folder: Path) -> list[RenderableType]:
-    named = {
+def _file_lines(folder: Path) -> list[RenderableType]:
+    named_files = {
         "checkpoints": RunFile.CHECKPOINTS,
         "export": RunFile.EXPORT,
         "logs": RunFile.LOGS,
         "steps": RunFile.STEPS,
     }
-    return [Text(f"  {name:12} {folder / file}") for name, file in named.items() if (folder / file).exists()]
+    return [Text(f"  {name:12} {folder / file}") for name, file in named_files.items() if (folder / file).exists()]

@@ -36,33 +36,33 @@ class RunEngines:
         self._again_seconds = again_seconds
         self._python, self._orders, self._logs = python, orders, logs
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._due: dict[int, float] = {}
-        self._began: dict[int, float] = {}
+        self._due_at: dict[int, float] = {}
+        self._began_at: dict[int, float] = {}
         self._starts = {order.index: EngineStarts() for order in orders}
 
     def keep_running(self) -> list[str]:
         """Start engines that do not run; return a sentence about each engine that has ended."""
-        ended = []
+        sentences = []
         for order in self._orders:
             process = self._processes.get(order.index)
             if process is not None and process.poll() is not None:
-                ended.append(f"engine {order.index} ended with {process.returncode} and is started again")
-                ran = time.monotonic() - self._began[order.index]
-                self._starts[order.index] = self._starts[order.index].after(process.returncode, ran)
-                self._forget(order.index, process)
-            if order.index not in self._processes and time.monotonic() >= self._due.get(order.index, 0.0):
-                self._processes[order.index] = self._started(order)
-        return ended
+                sentences.append(f"engine {order.index} ended with {process.returncode} and is started again")
+                ran_seconds = time.monotonic() - self._began_at[order.index]
+                self._starts[order.index] = self._starts[order.index].after_end(process.returncode, ran_seconds)
+                self._forget_engine(order.index, process)
+            if order.index not in self._processes and time.monotonic() >= self._due_at.get(order.index, 0.0):
+                self._processes[order.index] = self._start_engine(order)
+        return sentences
 
-    def refusal(self) -> FailedStart | None:
+    def failed_start(self) -> FailedStart | None:
         """Return the failed start of an engine that no further try can help; the job would wait for it in vain."""
         for index, starts in self._starts.items():
             if starts.is_hopeless:
-                written = self._log(index).read_bytes()[-LOG_BYTES:]
-                return FailedStart(starts.refusal(index, written), starts.is_misconfigured)
+                log_tail = self._log_path(index).read_bytes()[-LOG_BYTES:]
+                return FailedStart(starts.refusal_message(index, log_tail), starts.is_misconfigured)
         return None
 
-    def end(self) -> None:
+    def end_engines(self) -> None:
         """End all engines: SIGTERM first, SIGKILL after a while."""
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
@@ -70,20 +70,20 @@ class RunEngines:
         for index, process in list(self._processes.items()):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-            self._forget(index, process)
+            self._forget_engine(index, process)
 
-    def _forget(self, index: int, process: subprocess.Popen[bytes]) -> None:
+    def _forget_engine(self, index: int, process: subprocess.Popen[bytes]) -> None:
         # Its workers hold memory and the port, and may outlive it.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         del self._processes[index]
-        self._due[index] = time.monotonic() + self._again_seconds
+        self._due_at[index] = time.monotonic() + self._again_seconds
 
-    def _started(self, order: EngineOrder) -> subprocess.Popen[bytes]:
+    def _start_engine(self, order: EngineOrder) -> subprocess.Popen[bytes]:
         # moejob_rollout arranges that it ends with this process.
-        self._began[order.index] = time.monotonic()
-        with self._log(order.index).open("ab") as log:
+        self._began_at[order.index] = time.monotonic()
+        with self._log_path(order.index).open("ab") as log:
             return subprocess.Popen(
                 [self._python, "-m", "moejob_rollout"],
                 env=order.environment,
@@ -93,5 +93,5 @@ class RunEngines:
                 start_new_session=True,
             )
 
-    def _log(self, index: int) -> Path:
+    def _log_path(self, index: int) -> Path:
         return self._logs / f"engine-{index}.log"

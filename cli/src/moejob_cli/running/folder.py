@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from moejob_api.contract.pods import RunFile, RunOwner, claimed
+from moejob_api.contract.pods import RunFile, RunOwner, parse_token_name
 from moejob_cli.running.machine import CannotRun
 
 _LOCK = "run.lock"
@@ -43,30 +43,30 @@ class HeldRunFolder:
 
 
 @contextmanager
-def held(path: Path, job: str) -> Iterator[HeldRunFolder]:
+def hold_run_folder(path: Path, job: str) -> Iterator[HeldRunFolder]:
     """Make or reuse the run folder of a job, and hold it. CannotRun when it is another job's, or in use."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _refuse_strange(path)
-        lock = _locked(path)
+        _refuse_foreign_folder(path)
+        lock = _lock_folder(path)
     except OSError as error:
         raise CannotRun(
             f"{path} cannot be used as a run folder: {error.strerror}; name another one with --run-dir"
         ) from None
     try:
-        _keep_from_others(path / RunFile.LOGS)
-        yield HeldRunFolder(path, _owner(path, job), _secret(path), lock)
+        _make_private_folder(path / RunFile.LOGS)
+        yield HeldRunFolder(path, _read_owner(path, job), _read_secret(path), lock)
     finally:
         os.close(lock)
 
 
-def _refuse_strange(path: Path) -> None:
+def _refuse_foreign_folder(path: Path) -> None:
     is_run = (path / RunFile.OWNER).exists() or (path / _LOCK).exists()
     if not is_run and any(path.iterdir()):
         raise CannotRun(f"{path} holds something that is no run of moejob; name an empty or new folder with --run-dir")
 
 
-def _locked(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     """Lock the folder. Launchers inherit the lock, so the folder is free when the last of them has ended."""
     lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
@@ -82,16 +82,16 @@ def _locked(path: Path) -> int:
     return lock
 
 
-def _keep_from_others(folder: Path) -> None:
+def _make_private_folder(folder: Path) -> None:
     """Make the folder private to its user, even one that exists already: logs may hold a job's secrets."""
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         # A link could lead to a folder that others are meant to read.
-        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            os.fchmod(found, 0o700)
+            os.fchmod(descriptor, 0o700)
         finally:
-            os.close(found)
+            os.close(descriptor)
     except OSError as error:
         raise CannotRun(
             f"{folder} cannot be kept from other users: {error.strerror}; delete it, or name another folder with "
@@ -99,39 +99,41 @@ def _keep_from_others(folder: Path) -> None:
         ) from None
 
 
-def _owner(path: Path, job: str) -> RunOwner:
+def _read_owner(path: Path, job: str) -> RunOwner:
     file = path / RunFile.OWNER
     if not file.exists():
         owner = RunOwner(job=job, uid=str(uuid.uuid4()))
-        _write(file, owner.model_dump_json(by_alias=True) + "\n")
+        _write_durably(file, owner.model_dump_json(by_alias=True) + "\n")
         return owner
     try:
-        found = RunOwner.model_validate_json(file.read_bytes())
+        stored_owner = RunOwner.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise CannotRun(f"{file} cannot be read ({error.errors()[0]['msg']}); name another folder") from None
-    if found.job != job:
-        raise CannotRun(f"{path} is the run folder of job {found.job}, not of {job}; name another one with --run-dir")
-    return found
+    if stored_owner.job != job:
+        raise CannotRun(
+            f"{path} is the run folder of job {stored_owner.job}, not of {job}; name another one with --run-dir"
+        )
+    return stored_owner
 
 
-def _secret(path: Path) -> str:
+def _read_secret(path: Path) -> str:
     """Return the secret of the run, made once: it opens the rendezvous, and proves claims of earlier starts."""
     file = path / RunFile.SECRET
     if not file.exists():
-        _write(file, f"{secrets.token_hex(_SECRET_BYTES)}\n", mode=0o600)
-    found = _kept(file)
-    if _SECRET.fullmatch(found) is None:
+        _write_durably(file, f"{secrets.token_hex(_SECRET_BYTES)}\n", mode=0o600)
+    secret_line = _read_private_file(file)
+    if _SECRET.fullmatch(secret_line) is None:
         raise CannotRun(f"{file} does not hold the secret of a run; delete it, and the next start makes another")
-    return found.strip()
+    return secret_line.strip()
 
 
-def _kept(file: Path) -> str:
+def _read_private_file(file: Path) -> str:
     """Make a file private to its user and return its content: a copy of the folder may have lost the file's mode."""
     try:
         # A link could lead to a file that others know.
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as kept:
-            os.fchmod(kept.fileno(), 0o600)
-            return kept.read()
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as stream:
+            os.fchmod(stream.fileno(), 0o600)
+            return stream.read()
     except OSError as error:
         raise CannotRun(
             f"{file} cannot be used as the secret of a run: {error.strerror}; delete it, and the next start makes one"
@@ -143,18 +145,18 @@ def _newest_attempt(path: Path) -> int:
         names = [file.name for file in (path / RunFile.CLAIMS).iterdir()]
     except FileNotFoundError:
         return 0
-    attempts = (numbers[0] for numbers in map(claimed, names) if numbers)
+    attempts = (numbers[0] for numbers in map(parse_token_name, names) if numbers)
     return max((attempt for attempt in attempts if attempt < _MOST_ATTEMPTS), default=0)
 
 
-def _write(file: Path, text: str, mode: int = 0o644) -> None:
+def _write_durably(file: Path, text: str, mode: int = 0o644) -> None:
     """Write a file completely or not at all, even if the power fails: without its owner file no run could continue."""
-    fresh = file.with_name(f".{file.name}.new")
-    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode), "w", encoding="utf-8") as target:
+    new_file = file.with_name(f".{file.name}.new")
+    with os.fdopen(os.open(new_file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode), "w", encoding="utf-8") as target:
         target.write(text)
         target.flush()
         os.fsync(target.fileno())
-    fresh.replace(file)
+    new_file.replace(file)
     for folder in (file.parent, file.parent.parent):
         _sync_names(folder)
 
@@ -162,8 +164,8 @@ def _write(file: Path, text: str, mode: int = 0o644) -> None:
 def _sync_names(folder: Path) -> None:
     # The folder above a run's may be another user's, and not for this one to open.
     with suppress(PermissionError):
-        names = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(names)
+            os.fsync(descriptor)
         finally:
-            os.close(names)
+            os.close(descriptor)

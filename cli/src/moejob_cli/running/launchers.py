@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.engines import colocated_per_pod, engine_urls, separate_engines
-from moejob_api.contract.pod_environment import Address, PodOrders, contract_environment
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pod_environment import PodAddresses, PodContract, contract_environment
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
@@ -25,7 +25,7 @@ _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_H
 
 
 @dataclass(frozen=True, slots=True)
-class RunOf:
+class LocalRun:
     """One job in one run folder."""
 
     job: str
@@ -39,7 +39,7 @@ class RunOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class LauncherPorts:
     """Free ports of this machine, for one attempt."""
 
     rendezvous: int
@@ -67,37 +67,39 @@ class LauncherOrder:
     cores: frozenset[int] = frozenset()
 
 
-def launcher_order(run: RunOf, machine: LocalMachine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
+def launcher_order(
+    run: LocalRun, machine: LocalMachine, ports: LauncherPorts, attempt: int, index: int
+) -> LauncherOrder:
     """The launcher of one simulated node."""
-    address = Address(host(index), host(0), ports.rendezvous, ports.progress)
-    orders = _orders(run, Role.TRAINER, address, attempt, index)
-    environment = _environment(run, machine, orders, ports.rollout) | _gpus(run, machine, index)
+    address = PodAddresses(host_address(index), host_address(0), ports.rendezvous, ports.progress)
+    orders = _pod_orders(run, PodRole.TRAINER, address, attempt, index)
+    environment = _process_environment(run, machine, orders, ports.rollout) | _gpu_variables(run, machine, index)
     return LauncherOrder(
-        index, address.host, ports.progress, environment, _share(machine.cores, index, run.layout.nodes)
+        index, address.host, ports.progress, environment, _core_share(machine.cores, index, run.layout.nodes)
     )
 
 
-def engine_orders(run: RunOf, machine: LocalMachine, ports: Ports) -> tuple[EngineOrder, ...]:
+def engine_orders(run: LocalRun, machine: LocalMachine, ports: LauncherPorts) -> tuple[EngineOrder, ...]:
     """Separate engines, all on the first address; none where they share the trainer's."""
     count = 0 if run.spec.grpo is None else separate_engines(run.spec)
-    address = Address(host(0), host(0), ports.rendezvous, ports.progress)
+    address = PodAddresses(host_address(0), host_address(0), ports.rendezvous, ports.progress)
     return tuple(
         EngineOrder(
             index,
-            _environment(run, machine, _orders(run, Role.ROLLOUT, address, 0, index), ports.rollout)
-            | _engine_gpus(run, machine, index),
+            _process_environment(run, machine, _pod_orders(run, PodRole.ROLLOUT, address, 0, index), ports.rollout)
+            | _engine_gpu_variables(run, machine, index),
         )
         for index in range(count)
     )
 
 
-def most_engines_per_host(run: RunOf) -> int:
+def most_engines_per_host(run: LocalRun) -> int:
     """The ports that engines take on one address."""
     return max(separate_engines(run.spec), colocated_per_pod(run.spec, run.layout.gpus_per_pod))
 
 
-def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) -> PodOrders:
-    return PodOrders(
+def _pod_orders(run: LocalRun, role: PodRole, address: PodAddresses, attempt: int, index: int) -> PodContract:
+    return PodContract(
         job=run.job,
         namespace=NAMESPACE,
         uid=run.uid,
@@ -114,25 +116,27 @@ def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) 
     )
 
 
-def _environment(run: RunOf, machine: LocalMachine, orders: PodOrders, rollout_port: int) -> dict[str, str]:
+def _process_environment(
+    run: LocalRun, machine: LocalMachine, orders: PodContract, rollout_port: int
+) -> dict[str, str]:
     # The shell may be in a pod of another job: variables of its contract must not mix with these.
     inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
-    contract = contract_environment(orders) | _engines(run, machine, rollout_port)
-    said = {name.value: value for name, value in contract.items()}
-    return inherited | job_variables(run.spec) | _ON_LOOPBACK | said
+    contract = contract_environment(orders) | _engine_variables(run, machine, rollout_port)
+    contract_variables = {name.value: value for name, value in contract.items()}
+    return inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables
 
 
-def _engines(run: RunOf, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
+def _engine_variables(run: LocalRun, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
     """Addresses of all engines, and the program that colocated ones are started with."""
     if run.spec.grpo is None:
         return {}
     separate, colocated = separate_engines(run.spec), colocated_per_pod(run.spec, run.layout.gpus_per_pod)
-    hosts = [host(index) for index in range(run.layout.nodes)]
+    hosts = [host_address(index) for index in range(run.layout.nodes)]
     urls = engine_urls(hosts[:1], separate, first_port) or engine_urls(hosts, colocated, first_port)
     return {Environment.ROLLOUT_URLS: ",".join(urls), Environment.ROLLOUT_PYTHON: str(machine.rollout_python)}
 
 
-def _engine_gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str]:
+def _engine_gpu_variables(run: LocalRun, machine: LocalMachine, index: int) -> dict[str, str]:
     """The GPUs of one separate engine, behind those of the trainer."""
     if run.spec.grpo is None or run.spec.resources.accelerator is not Accelerator.GPU:
         return {}
@@ -141,20 +145,20 @@ def _engine_gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[first : first + tensor])}
 
 
-def host(index: int) -> str:
+def host_address(index: int) -> str:
     """The address of a simulated node."""
     return f"127.0.0.{index + 1}"
 
 
-def _gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str]:
+def _gpu_variables(run: LocalRun, machine: LocalMachine, index: int) -> dict[str, str]:
     """The GPUs of one node: ranks count from 0 in each."""
     if run.spec.resources.accelerator is not Accelerator.GPU:
         return {}
-    each = run.layout.gpus_per_pod
-    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[index * each : (index + 1) * each])}
+    gpus_per_node = run.layout.gpus_per_pod
+    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[index * gpus_per_node : (index + 1) * gpus_per_node])}
 
 
-def _share(cores: Sequence[int], index: int, nodes: int) -> frozenset[int]:
+def _core_share(cores: Sequence[int], index: int, nodes: int) -> frozenset[int]:
     """Return the cores of one node; without a share, the ranks of every node would use all cores."""
     if nodes == 1 or nodes > len(cores):
         return frozenset()

@@ -16,8 +16,8 @@ from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, EnvVar
 from moejob_api.layout.sizes import Layout
 from moejob_api.planner.memory import VolumeNeed
-from moejob_api.quantities import readable
-from moejob_cli.local_files import claims, unreadable_sources
+from moejob_api.quantities import readable_bytes
+from moejob_cli.local_files import claim_sources, unreadable_sources
 
 # Python that the trainer is installed in, for `moejob run`, `data` and `export`; else .venv/trainer of the checkout.
 TRAINER_PYTHON = "MOEJOB_TRAINER_PYTHON"
@@ -26,7 +26,7 @@ MOST_NODES = 254
 # Where an editable installation finds its checkout.
 _CHECKOUT = Path(__file__).parents[4]
 _DEVICE = re.compile(r"nvidia\d+")
-_HAS_TRAINER = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('moejob_trainer.launcher') else 3)"
+_CHECK_TRAINER = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('moejob_trainer.launcher') else 3)"
 
 
 class CannotRun(Exception):
@@ -45,32 +45,33 @@ class LocalMachine:
     rollout_python: Path = Path("/opt/rollout/bin/python")
 
 
-def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> LocalMachine:
+def find_local_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> LocalMachine:
     """Return this machine; CannotRun where no trainer can be started."""
     python = installed_trainer(environ, checkout)
-    named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
+    devices = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
     rollout = Path(environ.get(Environment.ROLLOUT_PYTHON) or checkout / ".venv/rollout/bin/python").absolute()
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    return LocalMachine(python, visible_gpus(named, environ), cores, dict(environ), rollout)
+    return LocalMachine(python, visible_gpus(devices, environ), cores, dict(environ), rollout)
 
 
 def installed_trainer(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Path:
     """Return the Python of the trainer's environment, after a check that the trainer is installed there."""
     python = trainer_python(environ, checkout)
-    _must_hold_trainer(python)
+    _require_trainer(python)
     return python
 
 
 def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
     """Return the Python that the trainer is installed in: the configured one, else the project's own."""
-    named = environ.get(TRAINER_PYTHON)
+    configured_python = environ.get(TRAINER_PYTHON)
     # The path is not resolved: Python finds its virtual environment by the link that started it.
-    found = Path(named) if named else checkout / ".venv/trainer/bin/python"
-    if found.is_file() and os.access(found, os.X_OK):
-        return found.absolute()
-    if named:
+    python = Path(configured_python) if configured_python else checkout / ".venv/trainer/bin/python"
+    if python.is_file() and os.access(python, os.X_OK):
+        return python.absolute()
+    if configured_python:
         raise CannotRun(
-            f"{TRAINER_PYTHON} is {named}, which is no program; set {TRAINER_PYTHON} to the Python of the trainer"
+            f"{TRAINER_PYTHON} is {configured_python}, which is no program; set {TRAINER_PYTHON} to the Python of the "
+            "trainer"
         )
     raise CannotRun(
         f"there is no trainer here: run `make setup` in the checkout of moejob, or set {TRAINER_PYTHON} to the Python "
@@ -87,7 +88,7 @@ def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     return tuple(name.strip() for name in limited.partition("-1")[0].split(",") if name.strip())
 
 
-def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
+def require_capacity(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
     """Raise CannotRun when the job needs what this machine, or `moejob run`, does not have."""
     engines = rollout_layout(spec, layout)
     if engines is not None and not os.access(machine.rollout_python, os.X_OK):
@@ -102,15 +103,15 @@ def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
         raise CannotRun("spec.lifecycle.suspend is true, so nothing runs; set it to false")
     gpus = layout.gpus + (0 if engines is None else engines.gpus)
     if spec.resources.accelerator is Accelerator.GPU and gpus > len(machine.gpus):
-        has = (
+        gpu_words = (
             f"{len(machine.gpus)} GPUs can be seen here" if machine.gpus else "this machine has no GPU that can be seen"
         )
         needed = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         raise CannotRun(
-            f"the job needs {needed} and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
+            f"the job needs {needed} and {gpu_words}; `moejob plan --auto --gpus N` finds a layout for those there "
             "are, and spec.resources.accelerator: CPU runs a small model on the CPU"
         )
-    missing = [given.name for given in spec.resources.env if _is_elsewhere(given, machine.environment)]
+    missing = [variable.name for variable in spec.resources.env if _is_elsewhere(variable, machine.environment)]
     if missing:
         raise CannotRun(
             f"spec.resources.env takes {', '.join(missing)} from the cluster's Secrets and ConfigMaps; set them in "
@@ -120,7 +121,7 @@ def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
 
 def require_sources(spec: Spec) -> None:
     """Raise CannotRun for files and folders of the job that are not here, or cannot be read."""
-    problems = [*claims(spec), *unreadable_sources(spec)]
+    problems = [*claim_sources(spec), *unreadable_sources(spec)]
     if problems:
         raise CannotRun("; ".join(problems))
 
@@ -130,29 +131,32 @@ def require_room(need: VolumeNeed, folder: Path) -> None:
     free_bytes, needed_bytes = shutil.disk_usage(folder).free, need.checkpoint + need.export
     if needed_bytes <= free_bytes:
         return
-    export = f" and the export {readable(need.export)}" if need.export else ""
+    export = f" and the export {readable_bytes(need.export)}" if need.export else ""
     raise CannotRun(
-        f"a checkpoint takes {readable(need.checkpoint)}{export}, and {folder} has {readable(free_bytes)} left; free "
-        f"{readable(needed_bytes - free_bytes)}, or name a folder on another disk with --run-dir"
+        f"a checkpoint takes {readable_bytes(need.checkpoint)}{export}, and {folder} has {readable_bytes(free_bytes)} "
+        "left; free "
+        f"{readable_bytes(needed_bytes - free_bytes)}, or name a folder on another disk with --run-dir"
     )
 
 
 def job_variables(spec: Spec) -> dict[str, str]:
     """Return the variables with a value in the job; the others come from this shell."""
-    return {given.name: given.value for given in spec.resources.env if given.value is not None}
+    return {variable.name: variable.value for variable in spec.resources.env if variable.value is not None}
 
 
-def _is_elsewhere(given: EnvVar, environ: Mapping[str, str]) -> bool:
-    source = given.secret or given.config_map
-    return source is not None and not source.optional and given.name not in environ
+def _is_elsewhere(variable: EnvVar, environ: Mapping[str, str]) -> bool:
+    source = variable.secret or variable.config_map
+    return source is not None and not source.optional and variable.name not in environ
 
 
-def _must_hold_trainer(python: Path) -> None:
+def _require_trainer(python: Path) -> None:
     try:
-        answer = subprocess.run([python, "-c", _HAS_TRAINER], capture_output=True, text=True, check=False, timeout=60)
+        process = subprocess.run(
+            [python, "-c", _CHECK_TRAINER], capture_output=True, text=True, check=False, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotRun(f"{python} cannot be started: {error}; set {TRAINER_PYTHON} to a Python") from None
-    if answer.returncode:
+    if process.returncode:
         raise CannotRun(
             f"{python} has no moejob_trainer; set {TRAINER_PYTHON} to the Python of an environment that has, or run "
             "`make setup` in the checkout of moejob"

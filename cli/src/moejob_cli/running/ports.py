@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from moejob_cli.running.launchers import Ports, host
+from moejob_cli.running.launchers import LauncherPorts, host_address
 
 _TRIES = 50
 
@@ -23,36 +23,36 @@ class ReservedPorts:
     def __init__(self, hosts: Iterable[str], count: int = 1) -> None:
         addresses = tuple(hosts)
         self._sockets = ExitStack()
-        self.first = 0 if not count else self._reserved(addresses, count)
+        self.first = 0 if not count else self._reserve_ports(addresses, count)
 
     def release(self) -> None:
         """Give them back."""
         self._sockets.close()
 
-    def _reserved(self, hosts: tuple[str, ...], count: int) -> int:
+    def _reserve_ports(self, hosts: tuple[str, ...], count: int) -> int:
         for _ in range(_TRIES):
-            with ExitStack() as tried:
+            with ExitStack() as sockets:
                 try:
-                    first = _bound(tried, hosts[0], 0)
+                    first = _bind_port(sockets, hosts[0], 0)
                     places = ((address, first + number) for number in range(count) for address in hosts)
                     for address, port in places:
                         if (address, port) != (hosts[0], first):
-                            _bound(tried, address, port)
+                            _bind_port(sockets, address, port)
                 except (OSError, OverflowError):
                     continue
-                self._sockets = tried.pop_all()
+                self._sockets = sockets.pop_all()
                 return first
-        what = "no port is" if count == 1 else f"no {count} ports in a row are"
-        raise OSError(f"{what} free on all of {', '.join(hosts)}")
+        missing_ports = "no port is" if count == 1 else f"no {count} ports in a row are"
+        raise OSError(f"{missing_ports} free on all of {', '.join(hosts)}")
 
 
 class AttemptPorts:
     """The ports of one attempt's launchers, reserved until they are released."""
 
     def __init__(self, nodes: int, rollout_port: int) -> None:
-        self._rendezvous = ReservedPorts([host(0)])
-        self._progress = ReservedPorts(host(index) for index in range(nodes))
-        self.numbers = Ports(self._rendezvous.first, self._progress.first, rollout_port)
+        self._rendezvous = ReservedPorts([host_address(0)])
+        self._progress = ReservedPorts(host_address(index) for index in range(nodes))
+        self.numbers = LauncherPorts(self._rendezvous.first, self._progress.first, rollout_port)
 
     def release(self) -> None:
         """Give them back."""
@@ -60,10 +60,10 @@ class AttemptPorts:
         self._progress.release()
 
 
-def _bound(stack: ExitStack, address: str, port: int) -> int:
-    kept = stack.enter_context(socket.socket())
-    kept.bind((address, port))
+def _bind_port(stack: ExitStack, address: str, port: int) -> int:
+    bound_socket = stack.enter_context(socket.socket())
+    bound_socket.bind((address, port))
     # Set after bind: two reservations that set it before could share a port.
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    number: int = kept.getsockname()[1]
+    bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    number: int = bound_socket.getsockname()[1]
     return number

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from moejob_api.contract.pods import HttpPath, LastWord, PodProgress
+from moejob_api.contract.pods import HttpPath, PodProgress, TerminationMessage
 from moejob_cli.running.folder import HeldRunFolder
 from moejob_cli.running.launchers import LauncherOrder
 from moejob_cli.running.recovery import PodReport
@@ -31,7 +31,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
-class Launching:
+class LauncherStarter:
     """The parts with which every launcher of a run is started."""
 
     python: Path
@@ -45,15 +45,15 @@ class Launching:
 class Launcher:
     """One launcher that was started."""
 
-    def __init__(self, order: LauncherOrder, launching: Launching) -> None:
+    def __init__(self, order: LauncherOrder, launching: LauncherStarter) -> None:
         self.index = order.index
         logs = launching.folder.logs
-        self._word = logs / f"pod-{order.index}.json"
+        self._message_path = logs / f"pod-{order.index}.json"
         # The termination message of an earlier launcher must not be taken for this one's.
-        self._word.unlink(missing_ok=True)
+        self._message_path.unlink(missing_ok=True)
         self._url = f"http://{order.host}:{order.progress_port}{HttpPath.PROGRESS}"
         self._progress: PodProgress | None = None
-        self._process = _started(order, launching, self._word)
+        self._process = _start_launcher(order, launching, self._message_path)
         self._started_at = self._reported_at = time.monotonic()
 
     @property
@@ -66,26 +66,26 @@ class Launcher:
         """Return whether it has not ended."""
         return self._process.poll() is None
 
-    def report(self) -> PodReport:
+    def read_report(self) -> PodReport:
         """Ask the launcher for its progress, wait a moment for the reply, and return its report."""
         code = self._process.poll()
         if code is None:
-            self._ask()
+            self._read_progress()
         now = time.monotonic()
         return PodReport(
             self.index,
             code,
-            None if code is None else self._last_word(),
+            None if code is None else self._read_termination_message(),
             self._progress,
             now - self._started_at,
             now - self._reported_at,
         )
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Signal it, if it still runs."""
         self._process.send_signal(number)
 
-    def _ask(self) -> None:
+    def _read_progress(self) -> None:
         try:
             with _opener.open(self._url, timeout=_ANSWER_SECONDS) as answer:
                 self._progress = PodProgress.model_validate_json(answer.read())
@@ -95,21 +95,21 @@ class Launcher:
         if self._progress.ranks:
             self._reported_at = time.monotonic()
 
-    def _last_word(self) -> LastWord | None:
+    def _read_termination_message(self) -> TerminationMessage | None:
         try:
-            return LastWord.model_validate_json(self._word.read_bytes())
+            return TerminationMessage.model_validate_json(self._message_path.read_bytes())
         except (OSError, ValidationError):
             return None
 
 
-def end(launchers: Iterable[Launcher]) -> None:
+def end_launchers(launchers: Iterable[Launcher]) -> None:
     """End launchers and their ranks now; nothing is saved."""
-    left = tuple(launchers)
+    remaining = tuple(launchers)
     requests = (signal.SIGTERM, _ASK_AGAIN_SECONDS), (signal.SIGTERM, _LONGEST_END_SECONDS), (signal.SIGKILL, None)
     for ask, seconds in requests:
-        for launcher in left:
-            launcher.signal(ask)
-        _wait_for(left, seconds)
+        for launcher in remaining:
+            launcher.send_signal(ask)
+        _wait_for(remaining, seconds)
 
 
 def _wait_for(launchers: tuple[Launcher, ...], seconds: float | None) -> None:
@@ -119,9 +119,9 @@ def _wait_for(launchers: tuple[Launcher, ...], seconds: float | None) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _started(order: LauncherOrder, launching: Launching, word: Path) -> subprocess.Popen[bytes]:
+def _start_launcher(order: LauncherOrder, launching: LauncherStarter, message_path: Path) -> subprocess.Popen[bytes]:
     logs = launching.folder.logs
-    options = ["--last-word", str(word), "--logs", str(logs)]
+    options = ["--last-word", str(message_path), "--logs", str(logs)]
     command = [str(launching.python), "-m", "moejob_trainer.launcher", *options]
     with (logs / f"pod-{order.index}.log").open("ab") as log:
         process = subprocess.Popen(

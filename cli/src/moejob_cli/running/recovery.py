@@ -8,9 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moejob_api.contract.pods import ExitCode, LastWord, PodProgress
-from moejob_api.recovery.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
-from moejob_api.recovery.state import GangReport, Recovery, RecoveryState, recover, renewed, settled
+from moejob_api.contract.pods import ExitCode, PodProgress, TerminationMessage
+from moejob_api.recovery.restarts import (
+    LAUNCHER_FIRST_SECONDS,
+    Failure,
+    FailureCause,
+    cause_of_exit,
+    rank_restart_failure,
+)
+from moejob_api.recovery.state import (
+    GangReport,
+    Recovery,
+    RecoveryState,
+    decide_recovery,
+    state_after_checkpoint,
+    state_after_report,
+)
 
 _RANKS_NAMED = 8
 
@@ -21,7 +34,7 @@ class PodReport:
 
     index: int
     exit_code: int | None = None
-    word: LastWord | None = None
+    termination_message: TerminationMessage | None = None
     progress: PodProgress | None = None
     seconds: float = 0.0
     quiet_seconds: float = 0.0
@@ -39,18 +52,20 @@ class PodReport:
         )
 
 
-def polled(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> RecoveryState:
+def state_after_poll(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> RecoveryState:
     """Return the state after a poll: a new checkpoint renews the budget, and a complete gang ends a recovery."""
-    state = renewed(state, _saved_step(pods))
-    return state if len(pods) < nodes else settled(_gang(pods, nodes), state)
+    state = state_after_checkpoint(state, _saved_step(pods))
+    return state if len(pods) < nodes else state_after_report(_gang_report(pods, nodes), state)
 
 
-def recovery(pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int) -> Recovery | None:
+def choose_recovery(
+    pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int
+) -> Recovery | None:
     """Return the action on all failures since the last decision; None without a failure."""
-    return recover(_failures(pods, nodes, state, deadline_seconds), _gang(pods, nodes), state)
+    return decide_recovery(_failures(pods, nodes, state, deadline_seconds), _gang_report(pods, nodes), state)
 
 
-def exit_code_of(pods: Sequence[PodReport]) -> int:
+def final_exit_code(pods: Sequence[PodReport]) -> int:
     """Return the exit code of `moejob run` when it gives up."""
     is_permanent = any(pod.exit_code == ExitCode.BAD_CONFIGURATION for pod in pods)
     return ExitCode.BAD_CONFIGURATION if is_permanent else 1
@@ -62,55 +77,57 @@ def exit_code_of(pods: Sequence[PodReport]) -> int:
 def _failures(
     pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int
 ) -> tuple[Failure, ...]:
-    ended = tuple(_ended(pods))
+    ended = tuple(_exit_failures(pods))
     # A preempted launcher saves first, and all ranks save together: wait for the other launchers to end, too.
-    if all(failure.cause is Cause.PREEMPTED for failure in ended) and any(pod.is_running for pod in pods):
+    if all(failure.cause is FailureCause.PREEMPTED for failure in ended) and any(pod.is_running for pod in pods):
         ended = ()
     if ended or state.replacing or len(pods) < nodes:
         return ended
     limit = deadline_seconds + LAUNCHER_FIRST_SECONDS
-    return tuple(_silent(pods, limit)) or tuple(_restarted(pods, nodes, state))
+    return tuple(_silence_failures(pods, limit)) or tuple(_restart_failures(pods, nodes, state))
 
 
-def _ended(pods: Sequence[PodReport]) -> Iterator[Failure]:
+def _exit_failures(pods: Sequence[PodReport]) -> Iterator[Failure]:
     for pod in pods:
         if pod.exit_code is None:
             continue
-        cause = cause_of_exit(pod.exit_code, None if pod.word is None else pod.word.outcome)
-        if cause is not None:
-            yield Failure(pod.index, cause, message=_why(pod))
+        exit_cause = cause_of_exit(
+            pod.exit_code, None if pod.termination_message is None else pod.termination_message.outcome
+        )
+        if exit_cause is not None:
+            yield Failure(pod.index, exit_cause, message=_exit_reason(pod))
 
 
-def _why(pod: PodReport) -> str:
-    if pod.word is not None and pod.word.message:
-        return pod.word.message
+def _exit_reason(pod: PodReport) -> str:
+    if pod.termination_message is not None and pod.termination_message.message:
+        return pod.termination_message.message
     code = pod.exit_code or 0
     return f"its launcher was killed by signal {-code}" if code < 0 else f"its launcher ended with exit code {code}"
 
 
-def _silent(pods: Sequence[PodReport], limit: float) -> Iterator[Failure]:
+def _silence_failures(pods: Sequence[PodReport], limit: float) -> Iterator[Failure]:
     # Ranks wait for each other: silence means nothing before all launchers run long enough, or after one has ended.
     if not all(pod.is_running for pod in pods) or min(pod.seconds for pod in pods) < limit:
         return
     for pod in pods:
         ranks = sorted(beat.rank for beat in pod.progress.ranks if beat.age_seconds >= limit) if pod.progress else []
         if ranks:
-            named = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (" ..." if len(ranks) > _RANKS_NAMED else "")
+            rank_names = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (" ..." if len(ranks) > _RANKS_NAMED else "")
             noun = "rank" if len(ranks) == 1 else "ranks"
-            yield Failure(pod.index, Cause.HUNG, message=f"{noun} {named} silent for {limit:.0f} s")
+            yield Failure(pod.index, FailureCause.HUNG, message=f"{noun} {rank_names} silent for {limit:.0f} s")
         elif pod.quiet_seconds >= limit:
-            yield Failure(pod.index, Cause.HUNG, message=f"no rank has been heard for {limit:.0f} s")
+            yield Failure(pod.index, FailureCause.HUNG, message=f"no rank has been heard for {limit:.0f} s")
 
 
-def _restarted(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> Iterator[Failure]:
-    reported = _gang(pods, nodes).rank_restarts
+def _restart_failures(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> Iterator[Failure]:
+    reported = _gang_report(pods, nodes).rank_restarts
     if state.rank_restarts is None or reported is None or reported <= state.rank_restarts:
         return
-    most = max(pods, key=lambda pod: pod.progress.restarts if pod.progress else 0)
-    yield restarted_in_place(most.index, most.progress.fault if most.progress else None)
+    most_restarted = max(pods, key=lambda pod: pod.progress.restarts if pod.progress else 0)
+    yield rank_restart_failure(most_restarted.index, most_restarted.progress.fault if most_restarted.progress else None)
 
 
-def _gang(pods: Sequence[PodReport], nodes: int) -> GangReport:
+def _gang_report(pods: Sequence[PodReport], nodes: int) -> GangReport:
     counts = [pod.progress.restarts for pod in pods if pod.progress is not None]
     return GangReport(
         succeeded=frozenset(pod.index for pod in pods if pod.exit_code == ExitCode.DONE),

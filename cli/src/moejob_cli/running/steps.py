@@ -58,12 +58,12 @@ class StepLog:
                 added = file.read()
         except FileNotFoundError:
             return
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for text in whole.splitlines():
-            self._add(text)
+        complete_lines = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        for text in complete_lines.splitlines():
+            self._add_line(text)
 
-    def _add(self, text: bytes) -> None:
+    def _add_line(self, text: bytes) -> None:
         try:
             line = StepLine.model_validate_json(text)
         except ValidationError:

@@ -17,23 +17,23 @@ from typing import assert_never
 
 from moejob_api.contract.pods import ExitCode, RunPhase
 from moejob_api.learning_signals import SignalKind, weak_signals
-from moejob_api.recovery.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import RecoveryState
-from moejob_cli.running.display import RunDisplay, View
+from moejob_cli.running.display import RunDisplay, RunView
 from moejob_cli.running.engines import RunEngines
 from moejob_cli.running.launchers import (
     GRACE_SECONDS,
-    Ports,
-    RunOf,
+    LauncherPorts,
+    LocalRun,
     engine_orders,
-    host,
+    host_address,
     launcher_order,
     most_engines_per_host,
 )
 from moejob_cli.running.machine import LocalMachine
 from moejob_cli.running.ports import AttemptPorts, ReservedPorts
-from moejob_cli.running.processes import Launcher, Launching, end
-from moejob_cli.running.recovery import PodReport, exit_code_of, polled, recovery
+from moejob_cli.running.processes import Launcher, LauncherStarter, end_launchers
+from moejob_cli.running.recovery import PodReport, choose_recovery, final_exit_code, state_after_poll
 from moejob_cli.running.steps import StepLog
 
 _POLL_SECONDS = 0.25
@@ -44,7 +44,7 @@ FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RunResult:
     """The end of a run: the exit code, and one sentence."""
 
     exit_code: int
@@ -53,7 +53,7 @@ class Result:
     is_as_asked: bool = False
 
 
-class Requests:
+class StopRequests:
     """Requests to stop, as signals bring them.
 
     Handlers run between any two instructions of the main thread, also while it holds the lock of an Event that it waits
@@ -67,14 +67,14 @@ class Requests:
         os.set_blocking(self._writer, False)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Take the signals of this process."""
-        taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(number, self._take) for number in taken]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(number, self._take_signal) for number in signals]
         try:
             yield
         finally:
-            for number, handler in zip(taken, before, strict=True):
+            for number, handler in zip(signals, before, strict=True):
                 signal.signal(number, handler)
 
     def wait(self, seconds: float) -> None:
@@ -83,7 +83,7 @@ class Requests:
         if ready:
             os.read(self._reader, 4096)
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _take_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
         # A full pipe wakes the loop as well as one more byte.
         with suppress(BlockingIOError):
@@ -91,7 +91,7 @@ class Requests:
 
 
 @dataclass(slots=True)
-class _Stopping:
+class _PendingStop:
     """A run that is saving: the reason, the requests so far, and the deadline."""
 
     exit_code: int
@@ -104,15 +104,15 @@ class _Stopping:
 class Supervision:
     """One run under supervision; `run` may be called once."""
 
-    of: RunOf
+    local_run: LocalRun
     machine: LocalMachine
-    launching: Launching
+    starter: LauncherStarter
     display: RunDisplay
     log: StepLog
-    requests: Requests = field(default_factory=Requests)
+    requests: StopRequests = field(default_factory=StopRequests)
     _launchers: dict[int, Launcher] = field(init=False, default_factory=dict)
     # When to start each launcher that does not run.
-    _due: dict[int, float] = field(init=False, default_factory=dict)
+    _due_at: dict[int, float] = field(init=False, default_factory=dict)
     _attempt: int = field(init=False, default=0)
     _ports: AttemptPorts | None = field(init=False, default=None)
     # Separate engines outlive attempts, and so do their ports.
@@ -120,181 +120,185 @@ class Supervision:
     _engines: RunEngines = field(init=False)
     _state: RecoveryState = field(init=False)
     _restarts: int = field(init=False, default=0)
-    _stopping: _Stopping | None = field(init=False, default=None)
-    _begun: float = field(init=False, default=0.0)
+    _pending_stop: _PendingStop | None = field(init=False, default=None)
+    _began_at: float = field(init=False, default=0.0)
     _saved_step: int | None = field(init=False, default=None)
     _reported_signals: set[SignalKind] = field(init=False, default_factory=set)
 
-    def run(self) -> Result:
+    def run(self) -> RunResult:
         """Run the job to its end."""
-        self._state = RecoveryState(Budget(self.of.spec.lifecycle.backoff_limit))
-        self._begun = time.monotonic()
-        hosts = [host(index) for index in range(self.of.layout.nodes)]
-        self._engine_ports = ReservedPorts(hosts, most_engines_per_host(self.of))
-        orders = engine_orders(self.of, self.machine, Ports(0, 0, self._engine_ports.first))
-        self._engines = RunEngines(self.machine.rollout_python, orders, self.launching.folder.logs)
-        with self.requests.listening(), self.display:
+        self._state = RecoveryState(RestartBudget(self.local_run.spec.lifecycle.backoff_limit))
+        self._began_at = time.monotonic()
+        hosts = [host_address(index) for index in range(self.local_run.layout.nodes)]
+        self._engine_ports = ReservedPorts(hosts, most_engines_per_host(self.local_run))
+        orders = engine_orders(self.local_run, self.machine, LauncherPorts(0, 0, self._engine_ports.first))
+        self._engines = RunEngines(self.machine.rollout_python, orders, self.starter.folder.logs)
+        with self.requests.handle_signals(), self.display:
             try:
-                self._new_gang(after_seconds=0.0)
-                return self._watched()
+                self._start_gang(after_seconds=0.0)
+                return self._watch_run()
             finally:
-                end(self._launchers.values())
-                self._engines.end()
+                end_launchers(self._launchers.values())
+                self._engines.end_engines()
                 self._engine_ports.release()
                 self._release_ports()
 
-    def _watched(self) -> Result:
+    def _watch_run(self) -> RunResult:
         while True:
             self._start_due()
             for sentence in self._engines.keep_running():
-                self.display.report(sentence)
-            refusal = self._engines.refusal()
+                self.display.report_event(sentence)
+            refusal = self._engines.failed_start()
             if refusal is not None:
-                return Result(ExitCode.BAD_CONFIGURATION if refusal.is_misconfigured else FAILED, refusal.message)
-            pods = tuple(launcher.report() for _, launcher in sorted(self._launchers.items()))
-            self._state = polled(pods, self.of.layout.nodes, self._state)
+                return RunResult(ExitCode.BAD_CONFIGURATION if refusal.is_misconfigured else FAILED, refusal.message)
+            pods = tuple(launcher.read_report() for _, launcher in sorted(self._launchers.items()))
+            self._state = state_after_poll(pods, self.local_run.layout.nodes, self._state)
             self.log.read()
             self._report_weak_signals()
-            self.display.show(self._view(pods))
-            result = self._take_requests() or (self._stopped(pods) if self._stopping else self._recovered(pods))
+            self.display.show_view(self._run_view(pods))
+            result = self._take_requests() or (
+                self._stop_result(pods) if self._pending_stop else self._recover_gang(pods)
+            )
             if result is not None:
                 return result
             self.requests.wait(_POLL_SECONDS)
 
     def _report_weak_signals(self) -> None:
         """Report each sign that a run learns nothing once; the closing lines repeat a sign that lasts."""
-        grpo = self.of.spec.grpo
+        grpo = self.local_run.spec.grpo
         for weak in weak_signals(self.log.lines, grpo) if grpo else ():
             if weak.kind not in self._reported_signals:
                 self._reported_signals.add(weak.kind)
-                self.display.report(f"note: {weak.message}")
+                self.display.report_event(f"note: {weak.message}")
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _recovered(self, pods: tuple[PodReport, ...]) -> Result | None:
-        if len(pods) == self.of.layout.nodes and all(pod.exit_code == ExitCode.DONE for pod in pods):
-            return Result(0, "done")
-        deadline = self.of.spec.lifecycle.progress_deadline_seconds
-        found = recovery(pods, self.of.layout.nodes, self._state, deadline)
-        if found is None:
+    def _recover_gang(self, pods: tuple[PodReport, ...]) -> RunResult | None:
+        if len(pods) == self.local_run.layout.nodes and all(pod.exit_code == ExitCode.DONE for pod in pods):
+            return RunResult(0, "done")
+        deadline = self.local_run.spec.lifecycle.progress_deadline_seconds
+        decision = choose_recovery(pods, self.local_run.layout.nodes, self._state, deadline)
+        if decision is None:
             return None
-        self._state = found.state
+        self._state = decision.state
         self._restarts += 1
-        return self._performed(found.action, pods)
+        return self._perform_action(decision.action, pods)
 
-    def _performed(self, decision: RecoveryAction, pods: tuple[PodReport, ...]) -> Result | None:
+    def _perform_action(self, decision: RecoveryAction, pods: tuple[PodReport, ...]) -> RunResult | None:
         match decision:
             case GiveUp(reason=reason):
-                return Result(exit_code_of(pods), reason)
+                return RunResult(final_exit_code(pods), reason)
             case RestartRanks(reason=reason):
-                self.display.report(f"{reason}; why is said in {self.launching.folder.logs}")
-            case ReplacePods(pods=lost, after_seconds=seconds, reason=reason):
-                names = ", ".join(map(str, lost))
-                self.display.report(f"{reason}; launcher {names} is replaced{_after(seconds)}")
-                end([self._launchers.pop(index) for index in lost if index in self._launchers])
-                self._due |= dict.fromkeys(lost, time.monotonic() + seconds)
+                self.display.report_event(f"{reason}; why is said in {self.starter.folder.logs}")
+            case ReplacePods(pods=lost_pods, after_seconds=seconds, reason=reason):
+                names = ", ".join(map(str, lost_pods))
+                self.display.report_event(f"{reason}; launcher {names} is replaced{_delay_words(seconds)}")
+                end_launchers([self._launchers.pop(index) for index in lost_pods if index in self._launchers])
+                self._due_at |= dict.fromkeys(lost_pods, time.monotonic() + seconds)
             case ReplaceGang(after_seconds=seconds, reason=reason):
-                self.display.report(f"{reason}; all ranks start again from the newest checkpoint{_after(seconds)}")
-                self._new_gang(seconds)
+                self.display.report_event(
+                    f"{reason}; all ranks start again from the newest checkpoint{_delay_words(seconds)}"
+                )
+                self._start_gang(seconds)
             case _:
                 assert_never(decision)
         return None
 
-    def _new_gang(self, after_seconds: float) -> None:
-        end(self._launchers.values())
+    def _start_gang(self, after_seconds: float) -> None:
+        end_launchers(self._launchers.values())
         self._launchers.clear()
         # The number is written before a process starts under it, so no attempt's number is ever used twice.
-        self._attempt = self.launching.folder.next_attempt()
+        self._attempt = self.starter.folder.next_attempt()
         self._release_ports()
-        self._ports = AttemptPorts(self.of.layout.nodes, self._engine_ports.first)
-        self._due = dict.fromkeys(range(self.of.layout.nodes), time.monotonic() + after_seconds)
+        self._ports = AttemptPorts(self.local_run.layout.nodes, self._engine_ports.first)
+        self._due_at = dict.fromkeys(range(self.local_run.layout.nodes), time.monotonic() + after_seconds)
 
     def _release_ports(self) -> None:
         if self._ports is not None:
             self._ports.release()
 
     def _start_due(self) -> None:
-        if self._ports is None or self._stopping is not None:
+        if self._ports is None or self._pending_stop is not None:
             return
         now = time.monotonic()
-        for index in [index for index, at in self._due.items() if at <= now]:
-            order = launcher_order(self.of, self.machine, self._ports.numbers, self._attempt, index)
-            self._launchers[index] = self.launching.start(order)
-            del self._due[index]
+        for index in [index for index, due_at in self._due_at.items() if due_at <= now]:
+            order = launcher_order(self.local_run, self.machine, self._ports.numbers, self._attempt, index)
+            self._launchers[index] = self.starter.start(order)
+            del self._due_at[index]
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _take_requests(self) -> Result | None:
+    def _take_requests(self) -> RunResult | None:
         """Pass a request to stop on to launchers; a second one ends the run without waiting for them."""
-        asked = len(self.requests.signals)
-        if asked and self._stopping is None:
+        request_count = len(self.requests.signals)
+        if request_count and self._pending_stop is None:
             is_keyboard = self.requests.signals[0] == signal.SIGINT
             code = INTERRUPTED if is_keyboard else int(ExitCode.SAVED_AND_STOPPED)
-            self._stop(code, "asked to stop", again="Ctrl-C again ends it unsaved" if is_keyboard else "")
-        elif self._stopping is not None and asked > self._stopping.requests:
-            return Result(self._stopping.exit_code, "ended before everything was saved")
-        limit = self.of.spec.lifecycle.active_deadline_seconds
-        if self._stopping is None and limit is not None and time.monotonic() - self._begun >= limit:
-            self._stop(FAILED, f"active for longer than lifecycle.activeDeadlineSeconds {limit}")
+            self._begin_stop(code, "asked to stop", again="Ctrl-C again ends it unsaved" if is_keyboard else "")
+        elif self._pending_stop is not None and request_count > self._pending_stop.requests:
+            return RunResult(self._pending_stop.exit_code, "ended before everything was saved")
+        limit = self.local_run.spec.lifecycle.active_deadline_seconds
+        if self._pending_stop is None and limit is not None and time.monotonic() - self._began_at >= limit:
+            self._begin_stop(FAILED, f"active for longer than lifecycle.activeDeadlineSeconds {limit}")
         return None
 
-    def _stop(self, exit_code: int, why: str, again: str = "") -> None:
-        self._stopping = _Stopping(
+    def _begin_stop(self, exit_code: int, why: str, again: str = "") -> None:
+        self._pending_stop = _PendingStop(
             exit_code, why, time.monotonic() + GRACE_SECONDS + _FROZEN_SECONDS, max(1, len(self.requests.signals))
         )
-        self.display.report(f"{why}: saving; {again}" if again else f"{why}: saving")
+        self.display.report_event(f"{why}: saving; {again}" if again else f"{why}: saving")
         for launcher in self._launchers.values():
             with suppress(ProcessLookupError):
-                launcher.signal(signal.SIGTERM)
+                launcher.send_signal(signal.SIGTERM)
 
-    def _stopped(self, pods: tuple[PodReport, ...]) -> Result | None:
-        stopping = self._stopping
-        if stopping is None:
+    def _stop_result(self, pods: tuple[PodReport, ...]) -> RunResult | None:
+        pending_stop = self._pending_stop
+        if pending_stop is None:
             return None
         if any(pod.is_running for pod in pods):
-            if time.monotonic() < stopping.until:
+            if time.monotonic() < pending_stop.until:
                 return None
-            return Result(FAILED, f"{stopping.why}, but launchers had not ended {GRACE_SECONDS} s later")
+            return RunResult(FAILED, f"{pending_stop.why}, but launchers had not ended {GRACE_SECONDS} s later")
         if pods and all(pod.exit_code == ExitCode.DONE for pod in pods):
-            return Result(0, "done")
+            return RunResult(0, "done")
         # A launcher that the signal itself kills had not installed its handler, so it had not begun to train.
         stopped_well = (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED, -signal.SIGTERM)
         failed = [pod for pod in pods if pod.exit_code not in stopped_well]
         if failed:
-            word = failed[0].word
-            message = word.message if word is not None else f"exit code {failed[0].exit_code}"
-            return Result(FAILED, f"{stopping.why}, and pod {failed[0].index} failed while saving: {message}")
-        if stopping.exit_code == FAILED:
-            return Result(FAILED, f"{stopping.why}; saved")
-        done = (
+            termination = failed[0].termination_message
+            message = termination.message if termination is not None else f"exit code {failed[0].exit_code}"
+            return RunResult(FAILED, f"{pending_stop.why}, and pod {failed[0].index} failed while saving: {message}")
+        if pending_stop.exit_code == FAILED:
+            return RunResult(FAILED, f"{pending_stop.why}; saved")
+        closing_message = (
             "stopped, and saved; the same command goes on from there"
             if self.log.lines
             else "stopped before the first step: there is nothing to save; the same command starts again"
         )
-        return Result(stopping.exit_code, done, is_as_asked=True)
+        return RunResult(pending_stop.exit_code, closing_message, is_as_asked=True)
 
     # --- showing ------------------------------------------------------------------------------------------------------
 
-    def _view(self, pods: tuple[PodReport, ...]) -> View:
+    def _run_view(self, pods: tuple[PodReport, ...]) -> RunView:
         run = next((pod.progress.run for pod in pods if pod.index == 0 and pod.progress is not None), None)
         if run is not None and run.last_checkpoint_step is not None:
             # The recovery state would also know steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
-        doing, seconds = _doing(pods)
-        return View(
-            phase=self._phase(pods),
+        doing, seconds = _current_phase(pods)
+        return RunView(
+            phase=self._run_phase(pods),
             lines=self.log.lines,
-            total_steps=self.of.spec.training.max_steps if run is None else run.total_steps,
+            total_steps=self.local_run.spec.training.max_steps if run is None else run.total_steps,
             checkpoint_step=self._saved_step,
             restarts=self._restarts,
             doing=doing,
             doing_seconds=seconds,
         )
 
-    def _phase(self, pods: tuple[PodReport, ...]) -> str:
-        if self._stopping is not None:
+    def _run_phase(self, pods: tuple[PodReport, ...]) -> str:
+        if self._pending_stop is not None:
             return "saving"
-        if self._due:
+        if self._due_at:
             return "waiting"
         if any(pod.exit_code not in (None, ExitCode.DONE) for pod in pods):
             return "ending"
@@ -304,7 +308,7 @@ class Supervision:
         return "restarting" if self._restarts else "starting"
 
 
-def _doing(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
+def _current_phase(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
     """Return the phase of the first pod that makes no steps, and its duration; None while all make steps."""
     for pod in pods:
         if pod.is_running and pod.progress is not None and pod.progress.phase not in (None, RunPhase.STEPPING):
@@ -312,5 +316,5 @@ def _doing(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
     return None, 0.0
 
 
-def _after(seconds: float) -> str:
+def _delay_words(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""

@@ -11,7 +11,7 @@ from moejob_api.job.base import ApiModel, CountOrZero
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class PreviewLimits:
     """Bounds on what is read and shown of each data set."""
 
     records: int
@@ -34,7 +34,7 @@ class PreviewedExample(ApiModel):
     parts: tuple[PreviewedText, ...]
 
 
-class LeftOut(ApiModel):
+class IncompleteRecord(ApiModel):
     """A record of which the model sees nothing, or not all."""
 
     place: str
@@ -58,7 +58,7 @@ class DatasetPreview(ApiModel):
     trained_tokens: CountOrZero
     # Tokens of the shortest, the median and the longest sample that is seen; none where nothing is.
     lengths: tuple[CountOrZero, CountOrZero, CountOrZero] | None
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[IncompleteRecord, ...]
     examples: tuple[PreviewedExample, ...]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moejob_api.job import Spec
-from moejob_api.job.grpo import Placement, Sync
+from moejob_api.job.grpo import RolloutPlacement, WeightTransport
 from moejob_api.job.resources import Accelerator
 
 # The trainer closes connections that are idle, long before an engine would: a request that meets an engine's closing
@@ -13,28 +13,28 @@ from moejob_api.job.resources import Accelerator
 SERVER_IDLE_SECONDS, CLIENT_IDLE_SECONDS = 300, 60.0
 
 
-def transport(spec: Spec) -> Sync:
+def weight_transport(spec: Spec) -> WeightTransport:
     """Return the transport of weights, never Auto."""
     if spec.grpo is None:
         raise ValueError(f"method {spec.method} has no engines")
     rollout = spec.grpo.rollout
-    if rollout.sync is not Sync.AUTO:
+    if rollout.sync is not WeightTransport.AUTO:
         return rollout.sync
     if spec.resources.accelerator is Accelerator.CPU:
-        return Sync.DISK
-    return Sync.IPC if rollout.placement is Placement.COLOCATED else Sync.NCCL
+        return WeightTransport.DISK
+    return WeightTransport.IPC if rollout.placement is RolloutPlacement.COLOCATED else WeightTransport.NCCL
 
 
 def colocated_per_pod(spec: Spec, ranks: int) -> int:
     """Return the engines that share a trainer pod of this many ranks. Cores, unlike GPUs, are shared: one engine."""
-    if spec.grpo is None or spec.grpo.rollout.placement is not Placement.COLOCATED:
+    if spec.grpo is None or spec.grpo.rollout.placement is not RolloutPlacement.COLOCATED:
         return 0
     return 1 if spec.resources.accelerator is Accelerator.CPU else ranks // spec.grpo.rollout.tensor
 
 
 def separate_engines(spec: Spec) -> int:
     """Return the engines that have pods of their own."""
-    if spec.grpo is None or spec.grpo.rollout.placement is not Placement.SEPARATE:
+    if spec.grpo is None or spec.grpo.rollout.placement is not RolloutPlacement.SEPARATE:
         return 0
     return spec.grpo.rollout.replicas or 1
 

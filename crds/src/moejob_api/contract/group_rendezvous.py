@@ -33,7 +33,7 @@ class RankMissing(RuntimeError):
     """A group of which one rank does not come."""
 
 
-def arrive(store: RendezvousStore, size: int, patience: timedelta) -> None:
+def join_rendezvous(store: RendezvousStore, size: int, patience: timedelta) -> None:
     """Return when all ranks of a group have arrived; raise RankMissing once a rank is reported missing."""
     if store.add(_ARRIVED, 1) == size:
         store.compare_set(_VERDICT, "", _COMPLETE.decode())
@@ -43,6 +43,6 @@ def arrive(store: RendezvousStore, size: int, patience: timedelta) -> None:
         raise RankMissing(verdict.decode(errors="replace"))
 
 
-def give_up(store: RendezvousStore, reason: str) -> None:
+def cancel_rendezvous(store: RendezvousStore, reason: str) -> None:
     """Let no rank wait any more. Changes nothing when all have arrived."""
     store.compare_set(_VERDICT, "", reason)

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from moejob_api.contract.addresses import is_loopback
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.documents.reading import parse_spec
 from moejob_api.job import Spec
 
@@ -25,7 +25,7 @@ class BadEnvironment(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class PodAddresses:
     """The addresses of a pod: its own host, pod 0's, and the ports that all pods of the gang share."""
 
     host: str
@@ -35,44 +35,44 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class PodOrders:
+class PodContract:
     """The environment of one pod. `namespace`, `job` and `uid` name the job, `index` the pod among `nodes`."""
 
     job: str
     namespace: str
     uid: str
     spec: Spec
-    role: Role
+    role: PodRole
     attempt: int
     index: int
     nodes: int
     ranks: int
-    address: Address
+    address: PodAddresses
     run_folder: str
     grace_seconds: int
     # None where the pod reads it from a Secret.
     secret: str | None = field(default=None, repr=False)
 
 
-def contract_environment(orders: PodOrders) -> dict[Environment, str]:
+def contract_environment(contract: PodContract) -> dict[Environment, str]:
     """The variables of a pod."""
-    known = {} if orders.secret is None else {Environment.SECRET: orders.secret}
-    return known | {
-        Environment.JOB: orders.job,
-        Environment.NAMESPACE: orders.namespace,
-        Environment.UID: orders.uid,
-        Environment.SPEC: spec_text(orders.spec),
-        Environment.ROLE: orders.role.value,
-        Environment.ATTEMPT: str(orders.attempt),
-        Environment.INDEX: str(orders.index),
-        Environment.NODES: str(orders.nodes),
-        Environment.RANKS_PER_NODE: str(orders.ranks),
-        Environment.RENDEZVOUS_HOST: orders.address.rendezvous_host,
-        Environment.HOST: orders.address.host,
-        Environment.RUN_FOLDER: orders.run_folder,
-        Environment.GRACE_SECONDS: str(orders.grace_seconds),
-        Environment.PROGRESS_PORT: str(orders.address.progress_port),
-        Environment.RENDEZVOUS_PORT: str(orders.address.rendezvous_port),
+    secret_variable = {} if contract.secret is None else {Environment.SECRET: contract.secret}
+    return secret_variable | {
+        Environment.JOB: contract.job,
+        Environment.NAMESPACE: contract.namespace,
+        Environment.UID: contract.uid,
+        Environment.SPEC: spec_text(contract.spec),
+        Environment.ROLE: contract.role.value,
+        Environment.ATTEMPT: str(contract.attempt),
+        Environment.INDEX: str(contract.index),
+        Environment.NODES: str(contract.nodes),
+        Environment.RANKS_PER_NODE: str(contract.ranks),
+        Environment.RENDEZVOUS_HOST: contract.address.rendezvous_host,
+        Environment.HOST: contract.address.host,
+        Environment.RUN_FOLDER: contract.run_folder,
+        Environment.GRACE_SECONDS: str(contract.grace_seconds),
+        Environment.PROGRESS_PORT: str(contract.address.progress_port),
+        Environment.RENDEZVOUS_PORT: str(contract.address.rendezvous_port),
     }
 
 
@@ -91,13 +91,15 @@ def read_spec(text: str) -> Spec:
     return parse_spec(raw)
 
 
-def from_environment(kind: type[Pod], environ: Mapping[str, str]) -> Pod:
+def read_environment(kind: type[Pod], environ: Mapping[str, str]) -> Pod:
     """Return the pod that the environment describes; BadEnvironment names every variable that is wrong."""
-    given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
+    values = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise BadEnvironment("; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())) from None
+        raise BadEnvironment(
+            "; ".join(_variable_problem(detail["loc"], detail["msg"]) for detail in error.errors())
+        ) from None
 
 
 def require_secret(secret: str | None, host: str) -> None:
@@ -109,7 +111,7 @@ def require_secret(secret: str | None, host: str) -> None:
         )
 
 
-def _problem(place: tuple[int | str, ...], message: str) -> str:
+def _variable_problem(place: tuple[int | str, ...], message: str) -> str:
     text = message.removeprefix("Value error, ")
     name = Environment.__members__.get(str(place[0]).upper()) if place else None
     if name is None:
@@ -117,9 +119,9 @@ def _problem(place: tuple[int | str, ...], message: str) -> str:
     return f"{name} is not set" if message == "Field required" else f"{name}: {text}"
 
 
-def _read(given: object) -> object:
-    return read_spec(given) if isinstance(given, str) else given
+def _parse_if_text(value: object) -> object:
+    return read_spec(value) if isinstance(value, str) else value
 
 
 # A spec as `spec_text` writes it.
-WrittenSpec = Annotated[Spec, BeforeValidator(_read)]
+WrittenSpec = Annotated[Spec, BeforeValidator(_parse_if_text)]

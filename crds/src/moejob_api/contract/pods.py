@@ -32,7 +32,7 @@ class Label(StrEnum):
 MANAGED_BY = "moejob"
 
 
-class Role(StrEnum):
+class PodRole(StrEnum):
     """The role of a pod. Trainers form the gang; rollout engines come and go."""
 
     TRAINER = "trainer"
@@ -85,7 +85,7 @@ def weights_key(secret: str) -> bytes:
     return hmac.digest(secret.encode(), b"moejob weights", hashlib.sha256)
 
 
-class Port(IntEnum):
+class PodPort(IntEnum):
     """Ports inside a pod."""
 
     PROGRESS = 9400
@@ -95,7 +95,7 @@ class Port(IntEnum):
     ROLLOUT = 8000
 
 
-class Path(StrEnum):
+class PodPath(StrEnum):
     """Paths inside a pod that are not for the job to choose."""
 
     SHARED_MEMORY = "/dev/shm"
@@ -156,33 +156,35 @@ class ExitCode(IntEnum):
 TERMINATION_BYTES = 4096
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Return the text with a space for each character that a terminal obeys instead of showing it.
 
     That is a control character, a format character such as one that turns the direction of writing, a surrogate, and a
     line or paragraph separator: a pod's words reach status, Events, logs and terminals.
     """
-    return text if text.isprintable() else "".join(" " if _is_obeyed(letter) else letter for letter in text)
+    return text if text.isprintable() else "".join(" " if _is_control_character(letter) else letter for letter in text)
 
 
-def escaped(text: str) -> str:
+def escaped_text(text: str) -> str:
     """Return the text with what `printable` leaves out written as Python and JSON write it: \\x9b, \\u202e."""
     if text.isprintable():
         return text
-    return "".join(letter.encode("unicode_escape").decode() if _is_obeyed(letter) else letter for letter in text)
+    return "".join(
+        letter.encode("unicode_escape").decode() if _is_control_character(letter) else letter for letter in text
+    )
 
 
 def escaped_lines(text: str) -> str:
     """Return the text with its lines and tabs as they are, and everything else escaped."""
-    return "\n".join("\t".join(map(escaped, line.split("\t"))) for line in text.split("\n"))
+    return "\n".join("\t".join(map(escaped_text, line.split("\t"))) for line in text.split("\n"))
 
 
-def _is_obeyed(letter: str) -> bool:
+def _is_control_character(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 # Bounds on what a pod may say: beyond them a message is refused when it is read, not where it is calculated with.
-PrintableText = Annotated[str, AfterValidator(printable)]
+PrintableText = Annotated[str, AfterValidator(printable_text)]
 RunStep = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 ExitStatus = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
@@ -260,7 +262,7 @@ class RunProgress(ApiModel):
     ] = None
 
 
-class Outcome(StrEnum):
+class PodOutcome(StrEnum):
     """The end of a pod, in its own words."""
 
     COMPLETED = "Completed"
@@ -274,7 +276,7 @@ class Outcome(StrEnum):
 class RankFault(ApiModel):
     """The reason why a launcher has restarted its ranks in place."""
 
-    outcome: Annotated[Outcome, Field(description="RankFailed or Hung.")]
+    outcome: Annotated[PodOutcome, Field(description="RankFailed or Hung.")]
     message: Annotated[PrintableText, Field(max_length=512, description="One sentence, with the last log line.")] = ""
     rank: Annotated[Number | None, Field(description="Global rank to blame.")] = None
     exit_code: Annotated[
@@ -300,10 +302,10 @@ class PodProgress(ApiModel):
     phase_seconds: Annotated[Duration | None, Field(description="How long it has been in that phase.")] = None
 
 
-class LastWord(ApiModel):
+class TerminationMessage(ApiModel):
     """The JSON a launcher leaves in the termination message."""
 
-    outcome: Annotated[Outcome, Field(description="How it ended.")]
+    outcome: Annotated[PodOutcome, Field(description="How it ended.")]
     message: Annotated[PrintableText, Field(max_length=2048, description="One sentence, or the last log line.")] = ""
     rank: Annotated[Number | None, Field(description="Global rank to blame.")] = None
     exit_code: Annotated[ExitStatus | None, Field(description="Exit code of that rank.")] = None
@@ -320,10 +322,10 @@ class RunOwner(ApiModel):
     uid: Annotated[str, Field(min_length=1, description="UID of the job: another of the same name is another job.")]
 
 
-_CLAIM = re.compile(r"([0-9]{10})\.([0-9]{10})(\.[0-9a-f]{64})?")
+_TOKEN_NAME = re.compile(r"([0-9]{10})\.([0-9]{10})(\.[0-9a-f]{64})?")
 
 
-def claim_name(attempt: int, restart: int) -> str:
+def fence_token_name(attempt: int, restart: int) -> str:
     """The number by which one start of all ranks claims a run folder: in a file's name, before the proof of it.
 
     Zero-padded, so that names order as numbers do.
@@ -331,12 +333,12 @@ def claim_name(attempt: int, restart: int) -> str:
     return f"{attempt:010d}.{restart:010d}"
 
 
-def claimed(name: str) -> tuple[int, int] | None:
+def parse_token_name(name: str) -> tuple[int, int] | None:
     """Attempt and restart of a claim's file name, proven or not; None when it is something else's."""
-    found = _CLAIM.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2]))
+    name_match = _TOKEN_NAME.fullmatch(name)
+    return None if name_match is None else (int(name_match[1]), int(name_match[2]))
 
 
-def pod_name(job: str, role: Role, attempt: int, index: int) -> str:
+def pod_name(job: str, role: PodRole, attempt: int, index: int) -> str:
     """The name of a pod. Zero-padded: launchers are ordered by address as text, and 10 must come after 9."""
     return f"{job}-{role}-{attempt}-{index:05d}"

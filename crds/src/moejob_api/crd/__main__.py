@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from moejob_api.crd.definition import definition
+from moejob_api.crd.definition import crd_definition
 from moejob_api.crd.policy import policy_with_binding
 from moejob_api.documents.writing import yaml_text
 from moejob_api.rules.limits import limits_in_cel
@@ -31,7 +31,7 @@ _SHOWN_LINES = 40
 
 def crd_text() -> str:
     """The definition as it should be."""
-    return _HEADER + yaml_text(definition())
+    return _HEADER + yaml_text(crd_definition())
 
 
 def rules_text() -> str:
@@ -49,23 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moejob_api.crd", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; default: the current folder")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     texts = {FILES: crd_text(), RULES_FILES: rules_text(), (LIMITS_FILE,): limits_text()}
-    wanted = {given.root / file: text for files, text in texts.items() for file in files}
-    if given.check:
-        stale = [path for path, text in wanted.items() if _is_stale(path, text)]
+    texts_by_path = {options.root / file: text for files, text in texts.items() for file in files}
+    if options.check:
+        stale = [path for path, text in texts_by_path.items() if _report_stale(path, text)]
         return 1 if stale else 0
-    for path, text in wanted.items():
+    for path, text in texts_by_path.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return 0
 
 
-def _is_stale(path: Path, wanted: str) -> bool:
-    found = path.read_text(encoding="utf-8") if path.exists() else ""
-    if found == wanted:
+def _report_stale(path: Path, expected_text: str) -> bool:
+    current_text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if current_text == expected_text:
         return False
-    lines = difflib.unified_diff(found.splitlines(), wanted.splitlines(), str(path), "make generate", lineterm="", n=1)
+    lines = difflib.unified_diff(
+        current_text.splitlines(), expected_text.splitlines(), str(path), "make generate", lineterm="", n=1
+    )
     for line in islice(lines, _SHOWN_LINES):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"{path} is stale; run: make generate\n")

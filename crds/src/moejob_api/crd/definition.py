@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from moejob_api.crd.immutability import immutable_sections
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
-from moejob_api.job.fields import Field, job_fields
+from moejob_api.job.fields import JobField, job_fields
 
 # Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
 COLUMNS = (
@@ -32,10 +32,10 @@ COLUMNS = (
 )
 
 # Who wrote which field is of no use where one writer writes all of them, and keeping count of it doubles a job's size.
-_OWNED_WHOLE: Schema = {"x-kubernetes-map-type": "atomic"}
+_ATOMIC_MAP: Schema = {"x-kubernetes-map-type": "atomic"}
 
 
-def definition() -> Schema:
+def crd_definition() -> Schema:
     """The CustomResourceDefinition of a MoETrainingJob."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -53,12 +53,12 @@ def definition() -> Schema:
                 "categories": ["all"],
             },
             "scope": "Namespaced",
-            "versions": [_version(job_fields())],
+            "versions": [_version_entry(job_fields())],
         },
     }
 
 
-def _version(job: Field) -> Schema:
+def _version_entry(job: JobField) -> Schema:
     return {
         "name": VERSION,
         "served": True,
@@ -68,19 +68,19 @@ def _version(job: Field) -> Schema:
             {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})
             for name, kind, path, is_wide in COLUMNS
         ],
-        "schema": {"openAPIV3Schema": _root(job)},
+        "schema": {"openAPIV3Schema": _root_schema(job)},
     }
 
 
-def _root(job: Field) -> Schema:
-    stale = [path for path in LIST_KEYS if job.at(path) is None]
+def _root_schema(job: JobField) -> Schema:
+    stale = [path for path in LIST_KEYS if job.find_field(path) is None]
     if stale:
         raise LookupError(f"LIST_KEYS names lists that no longer exist: {', '.join(stale)}")
     spec, status = job.fields["spec"], job.fields["status"]
-    asked = schema_of(spec, "spec")
-    sections: Any = asked["properties"]
+    spec_schema = schema_of(spec, "spec")
+    sections: Any = spec_schema["properties"]
     for name in immutable_sections(spec):
-        sections[name].update(_OWNED_WHOLE)
+        sections[name].update(_ATOMIC_MAP)
     return {
         "description": job.description,
         "type": "object",
@@ -91,13 +91,13 @@ def _root(job: Field) -> Schema:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": asked,
-            "status": schema_of(status, "status") | _OWNED_WHOLE,
+            "spec": spec_schema,
+            "status": schema_of(status, "status") | _ATOMIC_MAP,
         },
     }
 
 
-def _name_rules(name: Field) -> list[JsonValue]:
+def _name_rules(name: JobField) -> list[JsonValue]:
     return [
         {
             "rule": f"size(self.metadata.name) <= {name.longest}",

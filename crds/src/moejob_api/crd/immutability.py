@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejob_api.job.fields import Field
+from moejob_api.job.fields import JobField
 
 MUTABLE = frozenset(
     {
@@ -33,9 +33,9 @@ class ImmutableField:
     message: str
 
 
-def immutable_fields(spec: Field) -> Iterator[ImmutableField]:
+def immutable_fields(spec: JobField) -> Iterator[ImmutableField]:
     """Every section, and every field of a section of which only some may change."""
-    for path in _immutable(spec):
+    for path in _immutable_paths(spec):
         new, old = f"object.spec.{path}", f"oldObject.spec.{path}"
         cel = f"{new} == {old}"
         if _is_optional(spec, path):
@@ -43,12 +43,12 @@ def immutable_fields(spec: Field) -> Iterator[ImmutableField]:
         yield ImmutableField(f"spec.{path}", cel, f"spec.{path} is immutable; {_ADVICE.get(path, _NEW_JOB)}")
 
 
-def immutable_sections(spec: Field) -> Iterator[str]:
+def immutable_sections(spec: JobField) -> Iterator[str]:
     """The sections of which nothing can change."""
-    return (name for name in _immutable(spec) if name in spec.fields and spec.fields[name].fields)
+    return (name for name in _immutable_paths(spec) if name in spec.fields and spec.fields[name].fields)
 
 
-def _immutable(spec: Field) -> Iterator[str]:
+def _immutable_paths(spec: JobField) -> Iterator[str]:
     for name, section in spec.fields.items():
         inner = [f"{name}.{field}" for field in section.fields]
         if MUTABLE.isdisjoint(inner):
@@ -57,7 +57,7 @@ def _immutable(spec: Field) -> Iterator[str]:
             yield from (path for path in inner if path not in MUTABLE)
 
 
-def _is_optional(spec: Field, path: str) -> bool:
+def _is_optional(spec: JobField, path: str) -> bool:
     parent, _, name = path.rpartition(".")
-    holder = spec.at(parent) if parent else spec
+    holder = spec.find_field(parent) if parent else spec
     return holder is not None and name not in holder.required and holder.fields[name].default is None

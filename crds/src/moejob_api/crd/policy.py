@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from moejob_api.crd.immutability import immutable_fields
 from moejob_api.crd.structural import Schema
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_api.job.fields import Field, job_fields
+from moejob_api.job.fields import JobField, job_fields
 from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
 
 NAME = f"{PLURAL}.{GROUP}"
@@ -22,17 +22,17 @@ SEPARATOR = "; "
 
 def policy_with_binding(rules: Sequence[ObjectRule] = OBJECT_RULES) -> tuple[Schema, Schema]:
     """The policy, and the binding that puts it in force everywhere."""
-    return _policy(job_fields().fields["spec"], rules), _BINDING
+    return _policy_manifest(job_fields().fields["spec"], rules), _BINDING
 
 
-def refusal(rule: ObjectRule) -> str:
+def refusal_message(rule: ObjectRule) -> str:
     """The words in which the policy refuses a job that breaks a rule."""
     return f"{rule.path}: {rule.summary}"
 
 
-def _policy(spec: Field, rules: Sequence[ObjectRule]) -> Schema:
-    changed = _failing((field.cel, field.message) for field in immutable_fields(spec))
-    broken = _failing((_of_job(rule, spec), refusal(rule)) for rule in rules)
+def _policy_manifest(spec: JobField, rules: Sequence[ObjectRule]) -> Schema:
+    immutability_cel = _failing_messages((field.cel, field.message) for field in immutable_fields(spec))
+    rules_cel = _failing_messages((_rule_on_job(rule, spec), refusal_message(rule)) for rule in rules)
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingAdmissionPolicy",
@@ -55,12 +55,14 @@ def _policy(spec: Field, rules: Sequence[ObjectRule]) -> Schema:
                 {"name": "new-spec", "expression": "request.operation == 'CREATE' || object.spec != oldObject.spec"}
             ],
             "variables": [
-                {"name": "changed", "expression": f"request.operation == 'UPDATE' ? {changed} : []"},
-                {"name": "broken", "expression": broken},
+                {"name": "changed", "expression": f"request.operation == 'UPDATE' ? {immutability_cel} : []"},
+                {"name": "broken", "expression": rules_cel},
             ],
             "validations": [
-                _none("changed", "Forbidden", "a section of spec that is immutable has changed; create a new job"),
-                _none("broken", "Invalid", "the spec breaks many rules; `moejob validate` names them"),
+                _require_no_messages(
+                    "changed", "Forbidden", "a section of spec that is immutable has changed; create a new job"
+                ),
+                _require_no_messages("broken", "Invalid", "the spec breaks many rules; `moejob validate` names them"),
             ],
         },
     }
@@ -74,13 +76,13 @@ _BINDING: Schema = {
 }
 
 
-def _failing(conditions: Iterable[tuple[str, str]]) -> str:
+def _failing_messages(conditions: Iterable[tuple[str, str]]) -> str:
     """CEL of the messages whose conditions do not hold."""
     messages = ",\n".join(f"  ({holds}) ? '' : {json.dumps(message)}" for holds, message in conditions)
     return f"[\n{messages}\n].filter(message, message != '')"
 
 
-def _none(variable: str, reason: str, if_too_long: str) -> Schema:
+def _require_no_messages(variable: str, reason: str, if_too_long: str) -> Schema:
     """The validation that a list of messages is empty."""
     return {
         "expression": f"variables.{variable}.size() == 0",
@@ -90,13 +92,13 @@ def _none(variable: str, reason: str, if_too_long: str) -> Schema:
     }
 
 
-def _of_job(rule: ObjectRule, spec: Field) -> str:
+def _rule_on_job(rule: ObjectRule, spec: JobField) -> str:
     """The rule about `object`, where what it is on may be absent."""
     absent = "".join(f"!has(object.{path}) || " for path in _optional_holders(rule.on, spec))
     return f"{absent}[object.{rule.on}].all(self, {rule.cel})"
 
 
-def _optional_holders(path: str, spec: Field) -> Iterator[str]:
+def _optional_holders(path: str, spec: JobField) -> Iterator[str]:
     """The objects on the way to a path that a job may lack."""
     names = path.split(".")[1:]
     holder = spec

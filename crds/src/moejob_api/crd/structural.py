@@ -7,7 +7,7 @@ from typing import assert_never
 
 from pydantic import JsonValue
 
-from moejob_api.job.fields import Field, FieldKind
+from moejob_api.job.fields import FieldKind, JobField
 
 Schema = dict[str, JsonValue]
 
@@ -20,18 +20,18 @@ LIST_KEYS: Mapping[str, str] = {
 }
 
 
-def schema_of(field: Field, path: str) -> Schema:
+def schema_of(field: JobField, path: str) -> Schema:
     """The schema of a field, with all below it."""
     return {
         **({"description": field.description} if field.description else {}),
-        **_type(field),
-        **_default(field),
-        **_bounds(field),
-        **_shape(field, path),
+        **_type_schema(field),
+        **_default_schema(field),
+        **_bounds_schema(field),
+        **_content_schema(field, path),
     }
 
 
-def _type(field: Field) -> Schema:
+def _type_schema(field: JobField) -> Schema:
     match field.kind:
         case FieldKind.OBJECT | FieldKind.MAP:
             return {"type": "object"}
@@ -52,14 +52,14 @@ def _type(field: Field) -> Schema:
             assert_never(field.kind)
 
 
-def _default(field: Field) -> Schema:
+def _default_schema(field: JobField) -> Schema:
     if field.default is None:
         return {}
     # Defaults inside an object apply once the object is there.
     return {"default": {} if field.kind is FieldKind.OBJECT else field.default}
 
 
-def _bounds(field: Field) -> Schema:
+def _bounds_schema(field: JobField) -> Schema:
     lengths = {FieldKind.LIST: "Items", FieldKind.MAP: "Properties"}.get(field.kind, "Length")
     bounds: Schema = {
         "enum": list(field.choices) or None,
@@ -74,7 +74,7 @@ def _bounds(field: Field) -> Schema:
     return {key: value for key, value in bounds.items() if value is not None}
 
 
-def _shape(field: Field, path: str) -> Schema:
+def _content_schema(field: JobField, path: str) -> Schema:
     match field.kind:
         case FieldKind.OBJECT:
             required: Schema = {"required": [*sorted(field.required)]} if field.required else {}
@@ -82,14 +82,14 @@ def _shape(field: Field, path: str) -> Schema:
                 "properties": {name: schema_of(inner, f"{path}.{name}") for name, inner in field.fields.items()}
             }
         case FieldKind.MAP if field.element is not None:
-            return {"additionalProperties": _unnamed(field.element, path)} | _key_lengths(field)
+            return {"additionalProperties": _without_description(field.element, path)} | _key_lengths(field)
         case FieldKind.LIST if field.element is not None:
-            return _list_type(path) | {"items": _unnamed(field.element, path)}
+            return _list_type(path) | {"items": _without_description(field.element, path)}
         case _:
             return {}
 
 
-def _unnamed(element: Field, path: str) -> Schema:
+def _without_description(element: JobField, path: str) -> Schema:
     # `kubectl explain` shows the list's description, never that of its items.
     return {key: value for key, value in schema_of(element, f"{path}[]").items() if key != "description"}
 
@@ -100,7 +100,7 @@ def _list_type(path: str) -> Schema:
     return {"x-kubernetes-list-type": "atomic"}
 
 
-def _key_lengths(field: Field) -> Schema:
+def _key_lengths(field: JobField) -> Schema:
     if field.longest_key is None:
         return {}
     # A structural schema has no word for keys.

@@ -17,7 +17,7 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
-from moejob_api.documents.syntax import UnreadableError, explained
+from moejob_api.documents.syntax import UnreadableError, explain_yaml_error
 
 MAX_DEPTH = 64
 # Of one document with its aliases written out: a character counts 1, a node 16. etcd refuses objects of 1.5 MiB.
@@ -26,7 +26,7 @@ _NODE_SIZE = 16
 
 
 @dataclass(slots=True)
-class Word:
+class ScalarNode:
     """A scalar; `is_plain` when its text decides what it stands for."""
 
     text: str
@@ -38,7 +38,7 @@ class Word:
 
 
 @dataclass(slots=True)
-class Collection:
+class CollectionNode:
     """A list, or a mapping whose items are its keys and values in turn; nodes with an alias are shared."""
 
     is_mapping: bool
@@ -51,94 +51,96 @@ class Collection:
     height: int = 1
 
 
-Node = Word | Collection
+Node = ScalarNode | CollectionNode
 
 
-def nodes(text: str) -> Iterator[Node]:
+def parse_nodes(text: str) -> Iterator[Node]:
     """The root of every document."""
-    return _Composer().roots(_events(text))
+    return _NodeComposer().compose_roots(_parse_events(text))
 
 
-def _events(text: str) -> Iterator[Event]:
+def _parse_events(text: str) -> Iterator[Event]:
     parser = yaml.CLoader(text)
     try:
         while (event := parser.get_event()) is not None:
             yield event
     except yaml.YAMLError as error:
-        raise explained(error, text) from None
+        raise explain_yaml_error(error, text) from None
 
 
 @dataclass(slots=True)
-class _Composer:
-    open: list[Collection] = field(default_factory=list)
+class _NodeComposer:
+    open_collections: list[CollectionNode] = field(default_factory=list)
     anchors: dict[str, Node] = field(default_factory=dict)
     root: Node | None = None
 
-    def roots(self, events: Iterator[Event]) -> Iterator[Node]:
+    def compose_roots(self, events: Iterator[Event]) -> Iterator[Node]:
         for event in events:
             match event:
                 case DocumentStartEvent():
-                    self._begin(event)
+                    self._begin_document(event)
                 case ScalarEvent():
-                    self._add(self._word(event), event.anchor)
+                    self._add_node(self._scalar_node(event), event.anchor)
                 case AliasEvent():
-                    self._add(self._named(event), None)
+                    self._add_node(self._resolve_alias(event), None)
                 case MappingStartEvent() | SequenceStartEvent():
-                    self._enter(event)
+                    self._open_collection(event)
                 case CollectionEndEvent():
-                    group = self.open.pop()
-                    self._add(group, group.anchor)
+                    collection = self.open_collections.pop()
+                    self._add_node(collection, collection.anchor)
                 case DocumentEndEvent() if self.root is not None:
                     yield self.root
                 case _:
                     pass
 
-    def _begin(self, event: DocumentStartEvent) -> None:
+    def _begin_document(self, event: DocumentStartEvent) -> None:
         if event.version or event.tags:
-            raise UnreadableError("kubectl takes no lines that begin with %; remove them", _line(event))
+            raise UnreadableError("kubectl takes no lines that begin with %; remove them", _line_number(event))
         self.anchors = {}
 
-    def _enter(self, event: MappingStartEvent | SequenceStartEvent) -> None:
+    def _open_collection(self, event: MappingStartEvent | SequenceStartEvent) -> None:
         # Checked on the way in as well: the parser keeps state for every bracket that is open.
-        if len(self.open) >= MAX_DEPTH:
-            raise _too_deep(_line(event))
+        if len(self.open_collections) >= MAX_DEPTH:
+            raise _depth_error(_line_number(event))
         is_mapping = isinstance(event, MappingStartEvent)
-        self.open.append(Collection(is_mapping, bool(event.flow_style), event.tag, _line(event), event.anchor))
+        self.open_collections.append(
+            CollectionNode(is_mapping, bool(event.flow_style), event.tag, _line_number(event), event.anchor)
+        )
 
-    def _add(self, node: Node, anchor: str | None) -> None:
+    def _add_node(self, node: Node, anchor: str | None) -> None:
         if anchor is not None:
             self.anchors[anchor] = node
-        if not self.open:
+        if not self.open_collections:
             self.root = node
             return
-        parent = self.open[-1]
+        parent = self.open_collections[-1]
         parent.items.append(node)
         parent.size += node.size
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_SIZE:
             raise UnreadableError("too large with its aliases written out; a job is a few kilobytes", node.line)
         if parent.height > MAX_DEPTH:
-            raise _too_deep(node.line)
+            raise _depth_error(node.line)
 
-    def _word(self, event: ScalarEvent) -> Word:
+    def _scalar_node(self, event: ScalarEvent) -> ScalarNode:
         is_plain = event.implicit[0]
-        if is_plain and "?" in event.value and self.open and self.open[-1].in_brackets:
+        if is_plain and "?" in event.value and self.open_collections and self.open_collections[-1].in_brackets:
             raise UnreadableError(
-                f"kubectl stops at the ? of {event.value} between brackets; put it in quotes", _line(event)
+                f"kubectl stops at the ? of {event.value} between brackets; put it in quotes", _line_number(event)
             )
-        return Word(event.value, is_plain, event.tag, _line(event), _NODE_SIZE + len(event.value))
+        return ScalarNode(event.value, is_plain, event.tag, _line_number(event), _NODE_SIZE + len(event.value))
 
-    def _named(self, event: AliasEvent) -> Node:
+    def _resolve_alias(self, event: AliasEvent) -> Node:
         if event.anchor not in self.anchors:
             raise UnreadableError(
-                f"*{event.anchor} stands for nothing: no &{event.anchor} is complete before it", _line(event)
+                f"*{event.anchor} stands for nothing: no &{event.anchor} is complete before it", _line_number(event)
             )
         return self.anchors[event.anchor]
 
 
-def _line(event: Event) -> int:
+def _line_number(event: Event) -> int:
     return 0 if event.start_mark is None else event.start_mark.line + 1
 
 
-def _too_deep(line: int) -> UnreadableError:
+def _depth_error(line: int) -> UnreadableError:
     return UnreadableError(f"nested more than {MAX_DEPTH} levels deep; a job needs no more than ten", line)

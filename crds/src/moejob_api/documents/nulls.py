@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
-from moejob_api.job.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import FieldKind, JobField, job_fields
 
 
 def without_dropped_nulls(body: dict[str, JsonValue]) -> JsonValue:
     """A job's body without the nulls that the API server drops."""
-    return _dropped(body, job_fields())
+    return _drop_nulls(body, job_fields())
 
 
-def _dropped(value: JsonValue, field: Field | None) -> JsonValue:
+def _drop_nulls(value: JsonValue, field: JobField | None) -> JsonValue:
     if field is None:
         return value
     match value:
         case dict():
-            kept = {name: inner for name, inner in value.items() if inner is not None or not _knows(field, name)}
-            return {name: _dropped(inner, field.fields.get(name, field.element)) for name, inner in kept.items()}
+            remaining = {
+                name: inner for name, inner in value.items() if inner is not None or not _is_known_field(field, name)
+            }
+            return {
+                name: _drop_nulls(inner, field.fields.get(name, field.element)) for name, inner in remaining.items()
+            }
         case list():
-            return [_dropped(inner, field.element) for inner in value]
+            return [_drop_nulls(inner, field.element) for inner in value]
         case _:
             return value
 
 
-def _knows(field: Field, name: str) -> bool:
+def _is_known_field(field: JobField, name: str) -> bool:
     return name in field.fields or field.kind is FieldKind.MAP

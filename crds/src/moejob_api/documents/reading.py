@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from moejob_api.documents.syntax import UnreadableError
-from moejob_api.documents.tree import trees
-from moejob_api.documents.values import holds_null, plain_fields
+from moejob_api.documents.tree import parse_documents
+from moejob_api.documents.values import has_null, plain_fields
 from moejob_api.job import GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
@@ -32,24 +32,24 @@ def read_file(path: str | Path, settings: Sequence[str] = ()) -> MoETrainingJob:
     """The job in a YAML or JSON file, with the fields that are set beside it; `-` reads standard input."""
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
-        return read_job(_content(str(path)), name, settings)
+        return read_job(_read_content(str(path)), name, settings)
     except OSError as error:
-        raise _unreadable(f"{name}: {_reason(error, Path(path))}") from None
+        raise _unreadable_error(f"{name}: {_describe_os_error(error, Path(path))}") from None
 
 
 def read_job(text: bytes | str, name: str, settings: Sequence[str] = ()) -> MoETrainingJob:
     """The job in a YAML or JSON text, which messages call `name`, with settings as training.maxSteps=20 made in it."""
     try:
-        documents = trees(_decoded(text))
+        documents = parse_documents(_decode_text(text))
     except UnreadableError as error:
         place = name if error.line is None else f"{name}, line {error.line}"
-        raise _unreadable(f"{place}: {error.reason}", error.path) from None
+        raise _unreadable_error(f"{place}: {error.reason}", error.path) from None
     if not documents:
-        raise _unreadable(f"{name}: holds no document; write a {KIND} into it")
+        raise _unreadable_error(f"{name}: holds no document; write a {KIND} into it")
     if len(documents) > 1:
-        raise _unreadable(_several(documents, name))
+        raise _unreadable_error(_several_documents_message(documents, name))
     if not isinstance(documents[0], dict):
-        raise _unreadable(f"{name}: holds {_noun(documents[0])} where the fields of a {KIND} should be")
+        raise _unreadable_error(f"{name}: holds {_value_noun(documents[0])} where the fields of a {KIND} should be")
     return parse_job(_with_settings(documents[0], settings))
 
 
@@ -63,7 +63,7 @@ def _with_settings(tree: dict[str, JsonValue], settings: Sequence[str]) -> dict[
 
 def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
     """The job in an API object; what Kubernetes keeps in metadata for itself is ignored."""
-    job = _parsed(raw)
+    job = _parse_body(raw)
     name = job.metadata.name
     if job.spec.checkpoint.resume_from != name:
         return job
@@ -74,11 +74,11 @@ def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
 def parse_spec(raw: object) -> Spec:
     """The spec of a job whose name is not known."""
     frame = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "job"}}
-    return _parsed({**frame, "spec": raw}).spec
+    return _parse_body({**frame, "spec": raw}).spec
 
 
-def _parsed(raw: Mapping[str, Any]) -> MoETrainingJob:
-    tree = plain_fields({name: _own(name, value) for name, value in raw.items()})
+def _parse_body(raw: Mapping[str, Any]) -> MoETrainingJob:
+    tree = plain_fields({name: _known_metadata(name, value) for name, value in raw.items()})
     if (tree.get("apiVersion"), tree.get("kind")) != (f"{GROUP}/{VERSION}", KIND):
         from moejob_api.documents.wording import wrong_kind
 
@@ -93,20 +93,20 @@ def _parsed(raw: Mapping[str, Any]) -> MoETrainingJob:
 
 
 def _without_dropped_nulls(tree: dict[str, JsonValue]) -> JsonValue:
-    if not holds_null(tree):
+    if not has_null(tree):
         return tree
     from moejob_api.documents.nulls import without_dropped_nulls
 
     return without_dropped_nulls(tree)
 
 
-def _own(name: object, value: object) -> object:
+def _known_metadata(name: object, value: object) -> object:
     if name != "metadata" or not isinstance(value, Mapping):
         return value
     return {key: inner for key, inner in value.items() if key in _METADATA}
 
 
-def _content(path: str) -> bytes:
+def _read_content(path: str) -> bytes:
     if path == STANDARD_INPUT:
         return sys.stdin.buffer.read(MAX_BYTES + 1)
     if "\0" in path:
@@ -115,11 +115,11 @@ def _content(path: str) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _reason(error: OSError, path: Path) -> str:
+def _describe_os_error(error: OSError, path: Path) -> str:
     match error:
         case FileNotFoundError():
-            near = _similar_file(path)
-            return f"no such file; did you mean {near}?" if near else "no such file; check the path"
+            similar_file = _similar_file(path)
+            return f"no such file; did you mean {similar_file}?" if similar_file else "no such file; check the path"
         case IsADirectoryError():
             return "a folder, not a file; name one file in it"
         case PermissionError():
@@ -137,21 +137,21 @@ def _similar_file(path: Path) -> Path | None:
     except OSError:
         return None
     # Lists beyond this take seconds to compare, and are no folder of jobs.
-    near = difflib.get_close_matches(path.name, sorted(jobs)[:_MOST_COMPARED], n=1)
-    return path.with_name(near[0]) if near else None
+    close_names = difflib.get_close_matches(path.name, sorted(jobs)[:_MOST_COMPARED], n=1)
+    return path.with_name(close_names[0]) if close_names else None
 
 
-def _decoded(text: bytes | str) -> str:
+def _decode_text(text: bytes | str) -> str:
     if len(text) > MAX_BYTES:
         raise UnreadableError(f"larger than {MAX_BYTES // 1024} KiB; a job is a few kilobytes")
     if isinstance(text, bytes):
-        text = _utf8(text)
+        text = _decode_utf8(text)
     if any("\ud800" <= character <= "\udfff" for character in text if character > "\x7f"):
         raise UnreadableError("holds half of a character (a lone surrogate); save it as UTF-8")
     return text.removeprefix("\ufeff")
 
 
-def _utf8(text: bytes) -> str:
+def _decode_utf8(text: bytes) -> str:
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UnreadableError("is UTF-16; save it as UTF-8")
     if b"\0" in text:
@@ -163,8 +163,8 @@ def _utf8(text: bytes) -> str:
         raise UnreadableError(f"byte 0x{text[error.start]:02x} is not UTF-8; save the file as UTF-8", line) from None
 
 
-def _several(documents: list[JsonValue], name: str) -> str:
-    kinds = [str(tree.get("kind", "no kind")) if isinstance(tree, dict) else _noun(tree) for tree in documents]
+def _several_documents_message(documents: list[JsonValue], name: str) -> str:
+    kinds = [str(tree.get("kind", "no kind")) if isinstance(tree, dict) else _value_noun(tree) for tree in documents]
     shown = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
     return (
         f"{name}: holds {len(documents)} documents ({shown}); keep one {KIND} in a file, "
@@ -172,7 +172,7 @@ def _several(documents: list[JsonValue], name: str) -> str:
     )
 
 
-def _noun(tree: JsonValue) -> str:
+def _value_noun(tree: JsonValue) -> str:
     match tree:
         case list():
             return "a list"
@@ -182,5 +182,5 @@ def _noun(tree: JsonValue) -> str:
             return f"the value {json.dumps(tree)}"
 
 
-def _unreadable(message: str, path: str = "") -> InvalidSpec:
+def _unreadable_error(message: str, path: str = "") -> InvalidSpec:
     return InvalidSpec((Problem(Rule.UNREADABLE, path, message),))

@@ -19,7 +19,7 @@ class UnreadableError(ValueError):
 
 
 # What the parser says, and what that means to the author of a file.
-_WORDS: Mapping[str, str] = {
+_REASONS: Mapping[str, str] = {
     "mapping values are not allowed in this context": "a second ': ' on the line, or a line indented further than the "
     "one above it allows; put the text in quotes or align the line with its neighbours",
     "did not find expected key": "the line does not continue the mapping it is in; align it with the lines above",
@@ -39,7 +39,7 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def explained(error: yaml.YAMLError, text: str) -> UnreadableError:
+def explain_yaml_error(error: yaml.YAMLError, text: str) -> UnreadableError:
     """A parser's error in words of ours."""
     if isinstance(error, ReaderError):
         return UnreadableError("holds a control character, so it is not YAML text; remove the character")
@@ -51,14 +51,14 @@ def explained(error: yaml.YAMLError, text: str) -> UnreadableError:
         mark = error.context_mark
     line = mark.line + 1
     if error.problem == "found character that cannot start any token":
-        return UnreadableError(_bad_start(text, mark.line, mark.column), line)
+        return UnreadableError(_bad_start_reason(text, mark.line, mark.column), line)
     problem = error.problem or "not YAML"
-    return UnreadableError(_WORDS.get(problem, f"not YAML: {problem}"), line)
+    return UnreadableError(_REASONS.get(problem, f"not YAML: {problem}"), line)
 
 
-def _bad_start(text: str, line: int, column: int) -> str:
+def _bad_start_reason(text: str, line: int, column: int) -> str:
     lines = text.splitlines()
-    found = lines[line][column : column + 1] if line < len(lines) else ""
-    if found == "\t":
+    character = lines[line][column : column + 1] if line < len(lines) else ""
+    if character == "\t":
         return "a tab indents the line; use spaces"
-    return f"text cannot begin with {found or 'this character'}; put it in quotes"
+    return f"text cannot begin with {character or 'this character'}; put it in quotes"

@@ -9,27 +9,27 @@ from typing import Any
 from pydantic import JsonValue
 
 from moejob_api.documents.nodes import MAX_DEPTH
-from moejob_api.documents.scalars import narrowed
+from moejob_api.documents.scalars import narrow_number
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 
-def plain(value: object, path: str = "", depth: int = 0) -> JsonValue:
+def plain_value(value: object, path: str = "", depth: int = 0) -> JsonValue:
     """A copy of a raw body in which only what JSON has is left; raises InvalidSpec for anything else."""
     if depth > MAX_DEPTH:
-        raise _refused(path, f"is nested more than {MAX_DEPTH} levels deep; a job needs no more than ten")
+        raise _field_error(path, f"is nested more than {MAX_DEPTH} levels deep; a job needs no more than ten")
     match value:
         case None | bool():
             return value
         case str():
-            return _text(value, path)
+            return _checked_text(value, path)
         case int() | float():
-            return _number(value, path)
+            return _checked_number(value, path)
         case Mapping():
             return plain_fields(value, path, depth)
         case Sequence() if not isinstance(value, bytes | bytearray):
-            return [plain(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
+            return [plain_value(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
         case _:
-            raise _refused(
+            raise _field_error(
                 path, f"is a {type(value).__name__}, which is no JSON; use text, numbers, lists and mappings"
             )
 
@@ -37,43 +37,44 @@ def plain(value: object, path: str = "", depth: int = 0) -> JsonValue:
 def plain_fields(value: Mapping[Any, object], path: str = "", depth: int = 0) -> dict[str, JsonValue]:
     """The same of a mapping."""
     return {
-        _name(key, path): plain(inner, f"{path}.{key}" if path else str(key), depth + 1) for key, inner in value.items()
+        _checked_name(key, path): plain_value(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        for key, inner in value.items()
     }
 
 
-def _name(key: object, path: str) -> str:
+def _checked_name(key: object, path: str) -> str:
     if not isinstance(key, str):
-        raise _refused(path, f"has the name {key!r}, which is no text; put it in quotes")
-    return _text(key, path)
+        raise _field_error(path, f"has the name {key!r}, which is no text; put it in quotes")
+    return _checked_text(key, path)
 
 
-def _text(value: str, path: str) -> str:
+def _checked_text(value: str, path: str) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise _refused(path, "holds half of a character (a lone surrogate); write the whole character")
+        raise _field_error(path, "holds half of a character (a lone surrogate); write the whole character")
     return value
 
 
-def _number(value: float, path: str) -> int | float:
+def _checked_number(value: float, path: str) -> int | float:
     try:
-        number = narrowed(float(value))
+        number = narrow_number(float(value))
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise _refused(path, "is not a number that Kubernetes can store; use a finite one")
+        raise _field_error(path, "is not a number that Kubernetes can store; use a finite one")
     # A whole number that float rounds is kept as it is.
     return value if isinstance(value, int) and isinstance(number, int) else number
 
 
-def holds_null(value: JsonValue) -> bool:
+def has_null(value: JsonValue) -> bool:
     """Return whether there is a null at any depth."""
     match value:
         case dict():
-            return any(inner is None or holds_null(inner) for inner in value.values())
+            return any(inner is None or has_null(inner) for inner in value.values())
         case list():
-            return any(holds_null(inner) for inner in value)
+            return any(has_null(inner) for inner in value)
         case _:
             return False
 
 
-def _refused(path: str, message: str) -> InvalidSpec:
+def _field_error(path: str, message: str) -> InvalidSpec:
     return InvalidSpec((Problem(Rule.FIELD, path, message),))

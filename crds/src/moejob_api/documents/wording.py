@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from moejob_api.documents.scalars import NotFiniteError, resolved
+from moejob_api.documents.scalars import NotFiniteError, resolve_scalar
 from moejob_api.job import GROUP, KIND, VERSION
-from moejob_api.job.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import FieldKind, JobField, job_fields
 from moejob_api.problems import Problem, Rule
 
 MAX_PROBLEMS = 20
@@ -43,28 +43,32 @@ def problems_of(error: ValidationError, tree: JsonValue) -> tuple[Problem, ...]:
     """One problem for every place that pydantic refused in a tree."""
     problems: dict[str, Problem] = {}
     # A misspelt field is one problem, not also a missing one.
-    meant: set[str] = set()
+    meant_paths: set[str] = set()
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    for found in errors[:_MAX_WORDED]:
-        place = _place(tree, found["loc"], is_missing=found["type"] == "missing")
-        path = dotted(place)
+    for detail in errors[:_MAX_WORDED]:
+        place = _find_place(tree, detail["loc"], is_missing=detail["type"] == "missing")
+        path = dotted_path(place)
         if path in problems:
             continue
-        if found["type"] == "extra_forbidden":
-            message, suggestion = _unknown(place)
-            meant |= {suggestion} if suggestion else set()
+        if detail["type"] == "extra_forbidden":
+            message, suggestion = _unknown_field(place)
+            meant_paths |= {suggestion} if suggestion else set()
         else:
-            message = _message(found["type"], found["loc"], place, tree)
+            message = _refusal_message(detail["type"], detail["loc"], place, tree)
         problems[path] = Problem(Rule.FIELD, path, message)
-    told = [problem for path, problem in problems.items() if path not in meant and not _holds(path, problems)]
-    if len(told) <= MAX_PROBLEMS and len(errors) <= _MAX_WORDED:
-        return tuple(told)
-    return (*told[:MAX_PROBLEMS], Problem(Rule.FIELD, "", "there are more problems; fix these first"))
+    reported = [
+        problem
+        for path, problem in problems.items()
+        if path not in meant_paths and not _has_inner_problem(path, problems)
+    ]
+    if len(reported) <= MAX_PROBLEMS and len(errors) <= _MAX_WORDED:
+        return tuple(reported)
+    return (*reported[:MAX_PROBLEMS], Problem(Rule.FIELD, "", "there are more problems; fix these first"))
 
 
-def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
+def _has_inner_problem(path: str, problems: Mapping[str, Problem]) -> bool:
     """Return whether there is a problem inside: pydantic drops bad items of a list and then calls it too short."""
-    return any(other.startswith((f"{path}.", f"{path}[")) for other in problems)
+    return any(inner_path.startswith((f"{path}.", f"{path}[")) for inner_path in problems)
 
 
 def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem:
@@ -74,34 +78,34 @@ def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem:
         return Problem(Rule.FIELD, "kind", f"is missing; write kind: {KIND}")
     if kind != KIND:
         if not isinstance(kind, str):
-            return Problem(Rule.FIELD, "kind", f"must be {KIND}, not {_shown(kind)}")
+            return Problem(Rule.FIELD, "kind", f"must be {KIND}, not {_shown_value(kind)}")
         fix = f"write kind: {KIND}" if kind.lower() == KIND.lower() else "name the file of a job"
-        return Problem(Rule.FIELD, "kind", f"this is a {_cut(kind)}, not a {KIND}; {fix}")
+        return Problem(Rule.FIELD, "kind", f"this is a {_shorten_text(kind)}, not a {KIND}; {fix}")
     if version is None:
         return Problem(Rule.FIELD, "apiVersion", f"is missing; write apiVersion: {wanted}")
-    message = f"must be {wanted}, the only version that this release reads, not {_shown(version)}"
+    message = f"must be {wanted}, the only version that this release reads, not {_shown_value(version)}"
     return Problem(Rule.FIELD, "apiVersion", message)
 
 
-def dotted(place: Place) -> str:
+def dotted_path(place: Place) -> str:
     """A place as a person writes it: spec.data.train[0].format."""
     path = ""
     for step in place:
         if isinstance(step, int):
             path += f"[{step}]"
         elif step.isidentifier():
-            path += f".{_cut(step)}" if path else _cut(step)
+            path += f".{_shorten_text(step)}" if path else _shorten_text(step)
         else:
-            path += f"[{json.dumps(_cut(step), ensure_ascii=False)}]"
+            path += f"[{json.dumps(_shorten_text(step), ensure_ascii=False)}]"
     return path
 
 
-def _place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:
+def _find_place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:
     """Return the path of an error in the tree: pydantic's own path continues into the alternatives it has tried."""
     place: list[str | int] = []
     value: Any = tree
     for step in loc:
-        if _has(value, step):
+        if _has_step(value, step):
             value = value[step]
         elif is_missing and isinstance(value, dict):
             value = None
@@ -111,39 +115,39 @@ def _place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:
     return tuple(place)
 
 
-def _has(value: Any, step: str | int) -> bool:
+def _has_step(value: Any, step: str | int) -> bool:
     if isinstance(value, list):
         return isinstance(step, int) and step < len(value)
     return isinstance(value, dict) and step in value
 
 
-def _at(place: Place) -> Field | None:
-    field: Field | None = job_fields()
+def _field_at(place: Place) -> JobField | None:
+    field: JobField | None = job_fields()
     for step in place:
         if field is not None:
             field = field.fields.get(str(step), field.element)
     return field
 
 
-def _message(kind: str, loc: Place, place: Place, tree: JsonValue) -> str:
-    field = _at(place)
+def _refusal_message(kind: str, loc: Place, place: Place, tree: JsonValue) -> str:
+    field = _field_at(place)
     if field is None:
         return "is not a field of a job; remove it"
     if kind == "missing":
-        return f"is missing; it must be {expected(field)}"
+        return f"is missing; it must be {expected_values(field)}"
     if loc[-1] == "[key]":
-        parent = _at(place[:-1])
+        parent = _field_at(place[:-1])
         return f"its name must have at most {parent.longest_key if parent else 0} characters, not {len(str(place[-1]))}"
     value: Any = tree
     for step in place:
         value = value[step]
-    return f"must be {expected(field)}, not {_found(field, value)}{_fix(field, value)}"
+    return f"must be {expected_values(field)}, not {_actual_text(field, value)}{_fix_hint(field, value)}"
 
 
 # --- what a field takes ---------------------------------------------------------------------------------------------
 
 
-def expected(field: Field) -> str:
+def expected_values(field: JobField) -> str:
     """Return the values that a field takes, to be put behind "must be"."""
     match field.kind:
         case FieldKind.OBJECT:
@@ -154,31 +158,31 @@ def expected(field: Field) -> str:
                 else f"a mapping with fields such as {next(iter(field.fields))}"
             )
         case FieldKind.MAP:
-            return f"a mapping{_count(field, 'of', ('entry', 'entries'))} of names to text"
+            return f"a mapping{_count_text(field, 'of', ('entry', 'entries'))} of names to text"
         case FieldKind.LIST:
-            return f"a list{_count(field, 'of', ('item', 'items'))}"
+            return f"a list{_count_text(field, 'of', ('item', 'items'))}"
         case FieldKind.SWITCH:
             return "true or false"
         case FieldKind.WHOLE:
-            return f"a whole number{_range(field)}"
+            return f"a whole number{_range_text(field)}"
         case FieldKind.NUMBER:
-            return f"a number{_range(field)}"
+            return f"a number{_range_text(field)}"
         case FieldKind.TEXT | FieldKind.WHOLE_OR_TEXT:
             return _expected_text(field)
 
 
-def _expected_text(field: Field) -> str:
+def _expected_text(field: JobField) -> str:
     if field.choices:
         return f"one of {', '.join(field.choices)}" if len(field.choices) > 1 else field.choices[0]
     if field.pattern is not None:
-        return PATTERNS.get(field.pattern, f"text like {field.pattern}") + _count(
+        return PATTERNS.get(field.pattern, f"text like {field.pattern}") + _count_text(
             field, ",", ("character", "characters")
         )
     kind = "text" if field.kind is FieldKind.TEXT else "a whole number or text"
-    return kind + _count(field, "of", ("character", "characters"))
+    return kind + _count_text(field, "of", ("character", "characters"))
 
 
-def _range(field: Field) -> str:
+def _range_text(field: JobField) -> str:
     low, high = field.minimum, field.maximum
     if low is not None and high is not None and not field.above_minimum and not field.below_maximum:
         return f" from {low:.15g} to {high:.15g}"
@@ -190,7 +194,7 @@ def _range(field: Field) -> str:
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def _count(field: Field, before: str, nouns: tuple[str, str]) -> str:
+def _count_text(field: JobField, before: str, nouns: tuple[str, str]) -> str:
     low, high = field.shortest or 0, field.longest
     before = before if before == "," else f" {before}"
     if high is None:
@@ -203,19 +207,19 @@ def _count(field: Field, before: str, nouns: tuple[str, str]) -> str:
 # --- what it got instead --------------------------------------------------------------------------------------------
 
 
-def _found(field: Field, value: JsonValue) -> str:
+def _actual_text(field: JobField, value: JsonValue) -> str:
     if isinstance(value, str) and field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT):
         is_too_long = field.longest is not None and len(value) > field.longest
-        return f"{len(value)} characters" if is_too_long else json.dumps(_cut(value), ensure_ascii=False)
-    return _shown(value)
+        return f"{len(value)} characters" if is_too_long else json.dumps(_shorten_text(value), ensure_ascii=False)
+    return _shown_value(value)
 
 
-def _shown(value: JsonValue) -> str:
+def _shown_value(value: JsonValue) -> str:
     match value:
         case None:
             return "empty"
         case str():
-            return f"the text {json.dumps(_cut(value), ensure_ascii=False)}"
+            return f"the text {json.dumps(_shorten_text(value), ensure_ascii=False)}"
         case list():
             return f"a list of {len(value)}"
         case dict():
@@ -224,17 +228,17 @@ def _shown(value: JsonValue) -> str:
             return json.dumps(value)
 
 
-def _cut(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def _fix(field: Field, value: JsonValue) -> str:
+def _fix_hint(field: JobField, value: JsonValue) -> str:
     match value:
         case str() if field.kind in (FieldKind.WHOLE, FieldKind.NUMBER, FieldKind.SWITCH):
-            return _unquote(field, value)
+            return _unquote_hint(field, value)
         case str() if field.choices:
-            near = _nearest(value, field.choices)
-            return f"; did you mean {near}?" if near else ""
+            nearest_choice = _nearest_name(value, field.choices)
+            return f"; did you mean {nearest_choice}?" if nearest_choice else ""
         case bool() if field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT) and not field.choices:
             return "; put it in quotes: YAML reads yes, no, on, off, y and n as true or false"
         case float() | int() if field.kind is FieldKind.TEXT and not field.choices:
@@ -247,53 +251,53 @@ def _fix(field: Field, value: JsonValue) -> str:
             return ""
 
 
-def _unquote(field: Field, value: str) -> str:
+def _unquote_hint(field: JobField, value: str) -> str:
     try:
-        meant = resolved(value)
+        parsed_value = resolve_scalar(value)
     except NotFiniteError:
         return ""
     match field.kind:
         case FieldKind.SWITCH:
-            fits = isinstance(meant, bool)
+            is_fitting = isinstance(parsed_value, bool)
         case FieldKind.WHOLE:
-            fits = isinstance(meant, int) and not isinstance(meant, bool)
+            is_fitting = isinstance(parsed_value, int) and not isinstance(parsed_value, bool)
         case _:
-            fits = isinstance(meant, int | float) and not isinstance(meant, bool)
-    return "; remove the quotes" if fits else ""
+            is_fitting = isinstance(parsed_value, int | float) and not isinstance(parsed_value, bool)
+    return "; remove the quotes" if is_fitting else ""
 
 
 # --- unknown fields -------------------------------------------------------------------------------------------------
 
 
-def _unknown(place: Place) -> tuple[str, str | None]:
+def _unknown_field(place: Place) -> tuple[str, str | None]:
     """Return the complaint about an unknown field, and the path of the field that was meant, when it is beside it."""
-    parent, name = _at(place[:-1]), str(place[-1])
-    said = f'unknown field "{_cut(name)}"'
+    parent, name = _field_at(place[:-1]), str(place[-1])
+    complaint = f'unknown field "{_shorten_text(name)}"'
     siblings = tuple(parent.fields) if parent is not None else ()
-    near = _nearest(name, siblings, cutoff=0.8)
-    elsewhere = list(_elsewhere(name))
-    if near is None and elsewhere:
-        return f"{said}; did you mean {' or '.join(elsewhere[:3])}?", None
-    near = near or _nearest(name, siblings)
-    if near is not None:
-        return f'{said}; did you mean "{near}"?', dotted((*place[:-1], near))
-    known = ", ".join(siblings[:_SHOWN_NAMES]) + (", ..." if len(siblings) > _SHOWN_NAMES else "")
-    return f"{said}; the fields here are {known}" if known else f"{said}; remove it", None
+    nearest_sibling = _nearest_name(name, siblings, cutoff=0.8)
+    other_paths = list(_same_named_fields(name))
+    if nearest_sibling is None and other_paths:
+        return f"{complaint}; did you mean {' or '.join(other_paths[:3])}?", None
+    nearest_sibling = nearest_sibling or _nearest_name(name, siblings)
+    if nearest_sibling is not None:
+        return f'{complaint}; did you mean "{nearest_sibling}"?', dotted_path((*place[:-1], nearest_sibling))
+    field_names = ", ".join(siblings[:_SHOWN_NAMES]) + (", ..." if len(siblings) > _SHOWN_NAMES else "")
+    return f"{complaint}; the fields here are {field_names}" if field_names else f"{complaint}; remove it", None
 
 
-def _elsewhere(name: str) -> Iterator[str]:
-    for path, _ in job_fields().fields["spec"].walk("spec"):
+def _same_named_fields(name: str) -> Iterator[str]:
+    for path, _ in job_fields().fields["spec"].walk_fields("spec"):
         if path.endswith(f".{name}"):
             yield path
 
 
-def _nearest(text: str, choices: tuple[str, ...], cutoff: float = 0.6) -> str | None:
+def _nearest_name(text: str, choices: tuple[str, ...], cutoff: float = 0.6) -> str | None:
     if len(text) > _LONGEST_NAME:
         return None
-    folded = {_folded(choice): choice for choice in choices}
-    close = difflib.get_close_matches(_folded(text), folded, n=1, cutoff=cutoff)
-    return folded[close[0]] if close else None
+    folded_names = {_fold_name(choice): choice for choice in choices}
+    close = difflib.get_close_matches(_fold_name(text), folded_names, n=1, cutoff=cutoff)
+    return folded_names[close[0]] if close else None
 
 
-def _folded(text: str) -> str:
+def _fold_name(text: str) -> str:
     return text.replace("_", "").replace("-", "").casefold()

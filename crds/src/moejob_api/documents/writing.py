@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 from pydantic import JsonValue
 
-from moejob_api.documents.scalars import NotFiniteError, resolved
+from moejob_api.documents.scalars import NotFiniteError, resolve_scalar
 from moejob_api.job import MoETrainingJob
 
 _WIDTH = 120
@@ -25,26 +25,26 @@ def dump_job(job: MoETrainingJob) -> str:
 
 def yaml_text(value: JsonValue) -> str:
     """A value as block-style YAML, keys in their order, without aliases; the same value always gives the same text."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
+    text: str = yaml.dump(value, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
     return text
 
 
-class _Dumper(yaml.SafeDumper):
+class _YamlDumper(yaml.SafeDumper):
     def ignore_aliases(self, _data: object) -> bool:
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=_style(text))
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=_text_style(text))
 
     def represent_number(self, number: float) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:float", _short(number))
+        return self.represent_scalar("tag:yaml.org,2002:float", _short_number(number))
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
-_Dumper.add_representer(float, _Dumper.represent_number)
+_YamlDumper.add_representer(str, _YamlDumper.represent_text)
+_YamlDumper.add_representer(float, _YamlDumper.represent_number)
 
 
-def _short(number: float) -> str:
+def _short_number(number: float) -> str:
     mantissa, _, exponent = repr(number).partition("e")
     if not exponent:
         return mantissa
@@ -52,19 +52,19 @@ def _short(number: float) -> str:
     return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"
 
 
-def _style(text: str) -> str | None:
+def _text_style(text: str) -> str | None:
     """Quotes where kubectl would read something else than text, a block where lines are kept as they are."""
     if not all(character.isprintable() or character == "\n" for character in text):
         return '"'
     if "\n" in text:
-        return "|" if _fits_block(text) else '"'
+        return "|" if _can_be_block(text) else '"'
     try:
-        return None if resolved(text) == text else "'"
+        return None if resolve_scalar(text) == text else "'"
     except NotFiniteError:
         return "'"
 
 
-def _fits_block(text: str) -> bool:
+def _can_be_block(text: str) -> bool:
     """Return whether a block keeps the text as it is, without an indentation mark or a line that the eye loses."""
     lines = text.split("\n")
     return not text[0].isspace() and all(line == line.rstrip() for line in lines)

@@ -9,7 +9,7 @@ from moejob_api.job import Spec
 SCHEME = "pvc://"
 
 
-def names_path(source: str) -> bool:
+def is_claim_path(source: str) -> bool:
     """Return whether a source of this scheme names a claim and nothing outside of it."""
     claim, _, path = source.removeprefix(SCHEME).partition("/")
     return claim not in {"", ".", ".."} and not path.startswith("/") and ".." not in path.split("/")
@@ -18,13 +18,13 @@ def names_path(source: str) -> bool:
 def unusable_sources(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the path of each field whose source names no path inside a claim, with the source."""
     yield from (
-        (path, source) for path, source in _sources(spec) if source.startswith(SCHEME) and not names_path(source)
+        (path, source) for path, source in _job_sources(spec) if source.startswith(SCHEME) and not is_claim_path(source)
     )
 
 
 def claims_of_sources(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield each claim that a source names, with the path of the field that does."""
-    for path, source in _sources(spec):
+    for path, source in _job_sources(spec):
         if source.startswith(SCHEME):
             yield path, source.removeprefix(SCHEME).partition("/")[0]
 
@@ -34,7 +34,7 @@ def named_claims(spec: Spec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(claim for _, claim in claims_of_sources(spec)))
 
 
-def _sources(spec: Spec) -> Iterator[tuple[str, str]]:
+def _job_sources(spec: Spec) -> Iterator[tuple[str, str]]:
     yield "spec.model.source", spec.model.source
     for name, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
         yield from ((f"spec.data.{name}[{index}].source", dataset.source) for index, dataset in enumerate(datasets))

@@ -12,21 +12,21 @@ from moejob_api.job.model import DataFormat, Dataset
 LOSS, MEAN, PASS = "evalLoss", "evalMean", "evalPass"
 
 
-def evaluates(spec: Spec, step: int, total_steps: int) -> bool:
+def needs_evaluation(spec: Spec, step: int, total_steps: int) -> bool:
     """Return whether the run evaluates after a step."""
     every = spec.training.eval_every
     return bool(spec.data.eval) and (step == total_steps or (every is not None and step % every == 0))
 
 
-def measures(spec: Spec) -> tuple[str, ...]:
+def evaluation_measures(spec: Spec) -> tuple[str, ...]:
     """Numbers of the step log by which evaluations of this job can be compared, the usual one first."""
     if not spec.data.eval:
         return ()
     if spec.grpo is not None:
         return tuple(f"{name}@{spec.grpo.evaluation.samples}" for name in (MEAN, PASS))
-    names, is_asked = set_names(loss_sets(spec)), bool(prompt_sets(spec))
+    names, has_prompts = set_names(loss_sets(spec)), bool(prompt_sets(spec))
     losses = (LOSS, *(f"{LOSS}/{name}" for name in names if len(names) > 1)) if names else ()
-    return (*losses, *([f"{MEAN}@1"] if is_asked else []))
+    return (*losses, *([f"{MEAN}@1"] if has_prompts else []))
 
 
 def loss_sets(spec: Spec) -> tuple[Dataset, ...]:
@@ -39,20 +39,20 @@ def prompt_sets(spec: Spec) -> tuple[Dataset, ...]:
     return tuple(dataset for dataset in spec.data.eval if dataset.format is DataFormat.PROMPTS)
 
 
-def measure(spec: Spec) -> str | None:
+def comparison_measure(spec: Spec) -> str | None:
     """The number by which evaluations of this job are compared; None where nothing is evaluated."""
-    known = measures(spec)
-    return (spec.training.best_by or known[0]) if known else None
+    measure_names = evaluation_measures(spec)
+    return (spec.training.best_by or measure_names[0]) if measure_names else None
 
 
-def falls(measure: str) -> bool:
+def is_lower_better(measure: str) -> bool:
     """Return whether less is better."""
     return measure.startswith(LOSS)
 
 
 def is_better(measure: str, value: float, than: float, least: float = 0.0) -> bool:
     """Return whether one value of a measure is better than another, and by no less than `least`."""
-    gain = than - value if falls(measure) else value - than
+    gain = than - value if is_lower_better(measure) else value - than
     return gain > 0 and gain >= least
 
 
@@ -61,12 +61,12 @@ def set_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
 
     /data/held-out.jsonl and org/chats[test] are held-out and chats-test.
     """
-    plain = [_plain_name(dataset) for dataset in datasets]
-    seen = Counter[str]()
+    plain_names = [_plain_name(dataset) for dataset in datasets]
+    counts = Counter[str]()
     names = []
-    for name in plain:
-        seen[name] += 1
-        names.append(f"{name}-{seen[name]}" if plain.count(name) > 1 else name)
+    for name in plain_names:
+        counts[name] += 1
+        names.append(f"{name}-{counts[name]}" if plain_names.count(name) > 1 else name)
     return tuple(names)
 
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, JsonValue
 
 from moejob_api.job import MoETrainingJob
 
-Raw = dict[str, Any]
-NO_FIELDS: Mapping[str, Field] = MappingProxyType({})
+RawSchema = dict[str, Any]
+NO_FIELDS: Mapping[str, JobField] = MappingProxyType({})
 
 
 class FieldKind(StrEnum):
@@ -35,16 +35,16 @@ class FieldKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class JobField:
     """One field with everything that bounds it; `shortest` and `longest` count characters, items or entries."""
 
     kind: FieldKind
     description: str = ""
     # None is "absent": no field of a job has null as a value of its own.
     default: JsonValue = None
-    fields: Mapping[str, Field] = attribute(default_factory=lambda: NO_FIELDS)
+    fields: Mapping[str, JobField] = attribute(default_factory=lambda: NO_FIELDS)
     required: frozenset[str] = frozenset()
-    element: Field | None = None
+    element: JobField | None = None
     choices: tuple[str, ...] = ()
     pattern: str | None = None
     format: str | None = None
@@ -56,20 +56,20 @@ class Field:
     longest: int | None = None
     longest_key: int | None = None
 
-    def at(self, path: str) -> Field | None:
+    def find_field(self, path: str) -> JobField | None:
         """The field at a dotted path below this one; None where there is none or a list is crossed."""
-        found: Field | None = self
+        field: JobField | None = self
         for name in path.split("."):
-            found = found.fields.get(name) if found is not None else None
-        return found
+            field = field.fields.get(name) if field is not None else None
+        return field
 
-    def walk(self, path: str = "") -> Iterator[tuple[str, Field]]:
+    def walk_fields(self, path: str = "") -> Iterator[tuple[str, JobField]]:
         """This field and all below it, each with its path; items and values are at `path[]`."""
         yield path, self
         for name, inner in self.fields.items():
-            yield from inner.walk(f"{path}.{name}" if path else name)
+            yield from inner.walk_fields(f"{path}.{name}" if path else name)
         if self.element is not None:
-            yield from self.element.walk(f"{path}[]")
+            yield from self.element.walk_fields(f"{path}[]")
 
 
 class UnsupportedFieldError(TypeError):
@@ -77,15 +77,17 @@ class UnsupportedFieldError(TypeError):
 
 
 @cache
-def job_fields() -> Field:
+def job_fields() -> JobField:
     """The whole job as a field."""
     return fields_of(MoETrainingJob)
 
 
-def fields_of(model: type[BaseModel]) -> Field:
+def fields_of(model: type[BaseModel]) -> JobField:
     """A model as a field that holds its fields."""
     schema = model.model_json_schema(by_alias=True)
-    return _Reader(schema.get("$defs", {})).field({k: v for k, v in schema.items() if k != "$defs"}, model.__name__)
+    return _SchemaReader(schema.get("$defs", {})).read_field(
+        {k: v for k, v in schema.items() if k != "$defs"}, model.__name__
+    )
 
 
 _COMMON = frozenset({"title", "description", "default", "type"})
@@ -111,35 +113,38 @@ _KIND_OF_TYPE = {
 
 
 @dataclass(frozen=True)
-class _Reader:
-    definitions: Raw
+class _SchemaReader:
+    definitions: RawSchema
 
-    def field(self, raw: Raw, path: str, inside: tuple[str, ...] = ()) -> Field:
-        raw, inside = self._inlined(raw, path, inside)
-        kind = _kind(raw, path)
+    def read_field(self, raw: RawSchema, path: str, inside: tuple[str, ...] = ()) -> JobField:
+        raw, inside = self._inline_references(raw, path, inside)
+        kind = _field_kind(raw, path)
         unknown = raw.keys() - _COMMON - _KEYS[kind]
         if unknown:
             raise UnsupportedFieldError(f"{path}: a {kind} field with {', '.join(sorted(unknown))} is not supported")
-        found = Field(
+        field = JobField(
             kind=kind,
             description=raw.get("description", ""),
             default=without_nulls(raw.get("default")),
             fields={
-                name: self.field(inner, f"{path}.{name}", inside) for name, inner in raw.get("properties", {}).items()
+                name: self.read_field(inner, f"{path}.{name}", inside)
+                for name, inner in raw.get("properties", {}).items()
             },
             required=frozenset(raw.get("required", ())),
-            element=self._element(raw, kind, path, inside),
+            element=self._read_element(raw, kind, path, inside),
             choices=tuple(raw.get("enum", (raw["const"],) if "const" in raw else ())),
             pattern=raw.get("pattern"),
             format=raw.get("format"),
             longest_key=_longest_key(raw, path),
-            **_bounds(raw),
-            **_lengths(raw),
+            **_number_bounds(raw),
+            **_length_bounds(raw),
         )
-        _check(found, path)
-        return found
+        _check_field(field, path)
+        return field
 
-    def _inlined(self, raw: Raw, path: str, inside: tuple[str, ...]) -> tuple[Raw, tuple[str, ...]]:
+    def _inline_references(
+        self, raw: RawSchema, path: str, inside: tuple[str, ...]
+    ) -> tuple[RawSchema, tuple[str, ...]]:
         """References replaced by what they name, optional fields by what they hold when they are given."""
         while "$ref" in raw or "anyOf" in raw:
             if "$ref" in raw:
@@ -150,29 +155,29 @@ class _Reader:
                 # What stands beside a reference is about this field, what is behind it about all fields of the type.
                 raw = self.definitions[name] | {k: v for k, v in raw.items() if k != "$ref"}
                 continue
-            raw = _alternative(raw, path)
+            raw = _single_alternative(raw, path)
         return raw, inside
 
-    def _element(self, raw: Raw, kind: FieldKind, path: str, inside: tuple[str, ...]) -> Field | None:
+    def _read_element(self, raw: RawSchema, kind: FieldKind, path: str, inside: tuple[str, ...]) -> JobField | None:
         if kind is FieldKind.LIST and "items" in raw:
-            return self.field(raw["items"], f"{path}[]", inside)
+            return self.read_field(raw["items"], f"{path}[]", inside)
         if kind is FieldKind.MAP:
-            return self.field(raw["additionalProperties"], f"{path}[]", inside)
+            return self.read_field(raw["additionalProperties"], f"{path}[]", inside)
         return None
 
 
-def _alternative(raw: Raw, path: str) -> Raw:
-    around: Raw = {key: value for key, value in raw.items() if key != "anyOf"}
-    members: list[Raw] = [member for member in raw["anyOf"] if member.get("type") != "null"]
+def _single_alternative(raw: RawSchema, path: str) -> RawSchema:
+    around: RawSchema = {key: value for key, value in raw.items() if key != "anyOf"}
+    members: list[RawSchema] = [member for member in raw["anyOf"] if member.get("type") != "null"]
     if len(members) == 1:
         return members[0] | around
-    by_type: dict[Any, Raw] = {member.get("type"): member for member in members}
+    by_type: dict[Any, RawSchema] = {member.get("type"): member for member in members}
     if raw.get("x-kubernetes-int-or-string") and by_type.keys() == {"integer", "string"}:
         return by_type["string"] | by_type["integer"] | around | {"type": "integer or string"}
     raise UnsupportedFieldError(f"{path}: a choice between types is not supported; only whole number or text is")
 
 
-def _kind(raw: Raw, path: str) -> FieldKind:
+def _field_kind(raw: RawSchema, path: str) -> FieldKind:
     if raw.get("x-kubernetes-int-or-string"):
         return FieldKind.WHOLE_OR_TEXT
     if raw.get("type") == "object":
@@ -184,7 +189,7 @@ def _kind(raw: Raw, path: str) -> FieldKind:
     return _KIND_OF_TYPE[raw["type"]]
 
 
-def _longest_key(raw: Raw, path: str) -> int | None:
+def _longest_key(raw: RawSchema, path: str) -> int | None:
     names = raw.get("propertyNames", {})
     unknown = names.keys() - {"maxLength", "type"}
     if unknown:
@@ -193,7 +198,7 @@ def _longest_key(raw: Raw, path: str) -> int | None:
     return longest
 
 
-def _bounds(raw: Raw) -> Raw:
+def _number_bounds(raw: RawSchema) -> RawSchema:
     return {
         "minimum": raw.get("exclusiveMinimum", raw.get("minimum")),
         "maximum": raw.get("exclusiveMaximum", raw.get("maximum")),
@@ -202,25 +207,25 @@ def _bounds(raw: Raw) -> Raw:
     }
 
 
-def _lengths(raw: Raw) -> Raw:
-    given = {key[:3]: value for key, value in raw.items() if key in _LENGTHS}
-    return {"shortest": given.get("min"), "longest": given.get("max")}
+def _length_bounds(raw: RawSchema) -> RawSchema:
+    lengths = {key[:3]: value for key, value in raw.items() if key in _LENGTHS}
+    return {"shortest": lengths.get("min"), "longest": lengths.get("max")}
 
 
-def _check(found: Field, path: str) -> None:
-    if found.kind is FieldKind.LIST and found.element is None:
+def _check_field(field: JobField, path: str) -> None:
+    if field.kind is FieldKind.LIST and field.element is None:
         raise UnsupportedFieldError(f"{path}: a list must say what its items are")
-    undescribed = [name for name, inner in found.fields.items() if not inner.description]
+    undescribed = [name for name, inner in field.fields.items() if not inner.description]
     if undescribed:
         raise UnsupportedFieldError(f"{path}: no description of {', '.join(undescribed)}")
     # A default of an object reaches the API server as {}, which then fills in the defaults inside.
-    if found.kind is FieldKind.OBJECT and found.default is not None and found.default != inner_defaults(found):
+    if field.kind is FieldKind.OBJECT and field.default is not None and field.default != inner_defaults(field):
         raise UnsupportedFieldError(f"{path}: its default differs from the defaults of its fields")
 
 
-def inner_defaults(found: Field) -> JsonValue:
+def inner_defaults(field: JobField) -> JsonValue:
     """Return the defaults of an object, nothing of which is given."""
-    return {name: inner.default for name, inner in found.fields.items() if inner.default is not None}
+    return {name: inner.default for name, inner in field.fields.items() if inner.default is not None}
 
 
 def without_nulls(value: JsonValue) -> JsonValue:

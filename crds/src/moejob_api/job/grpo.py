@@ -36,7 +36,7 @@ class KlTarget(StrEnum):
     REWARD = "Reward"
 
 
-class Kl(ApiModel):
+class KlPenalty(ApiModel):
     """Penalty for leaving the reference model."""
 
     kind: Annotated[
@@ -51,7 +51,7 @@ class Kl(ApiModel):
     ] = KlTarget.LOSS
 
 
-class Advantage(StrEnum):
+class AdvantageEstimator(StrEnum):
     """The estimator of advantages from the rewards of a group."""
 
     GRPO = "GRPO"
@@ -76,7 +76,7 @@ class LossAggregation(StrEnum):
     CONSTANT = "Constant"
 
 
-class Importance(StrEnum):
+class ImportanceLevel(StrEnum):
     """Level of the importance ratio."""
 
     TOKEN = "Token"
@@ -90,12 +90,13 @@ class MismatchMode(StrEnum):
     MASK = "Mask"
 
 
-class Mismatch(ApiModel):
+class MismatchCorrection(ApiModel):
     """Importance sampling against the mismatch of trainer and engine: their probabilities of the same token differ."""
 
     level: Annotated[
-        Importance, Field(description="Token: a weight for each token. Sequence: one for each answer, their product.")
-    ] = Importance.TOKEN
+        ImportanceLevel,
+        Field(description="Token: a weight for each token. Sequence: one for each answer, their product."),
+    ] = ImportanceLevel.TOKEN
     mode: Annotated[
         MismatchMode, Field(description="Truncate: weights above maximum become maximum. Mask: out of bounds, 0.")
     ] = MismatchMode.TRUNCATE
@@ -222,14 +223,14 @@ class Reward(ApiModel):
     ] = 2
 
 
-class Placement(StrEnum):
+class RolloutPlacement(StrEnum):
     """The place where answers are generated."""
 
     COLOCATED = "Colocated"
     SEPARATE = "Separate"
 
 
-class Sync(StrEnum):
+class WeightTransport(StrEnum):
     """The transport of new weights to the rollout engines."""
 
     AUTO = "Auto"
@@ -262,17 +263,17 @@ class PublicationProbe(ApiModel):
     ] = ProbeMismatch.STOP
 
 
-class Rollout(ApiModel):
+class RolloutSettings(ApiModel):
     """The vLLM engines that generate answers."""
 
     placement: Annotated[
-        Placement,
+        RolloutPlacement,
         Field(
             description=(
                 "Colocated: on the trainer's GPUs, asleep while it trains. Separate: pods and GPUs of their own."
             )
         ),
-    ] = Placement.COLOCATED
+    ] = RolloutPlacement.COLOCATED
     replicas: Annotated[
         GroupSize | None, Field(description="Separate only: engines, each of `tensor` GPUs. Absent: 1.")
     ] = None
@@ -286,7 +287,9 @@ class Rollout(ApiModel):
             "leaves room for what the trainer keeps while it waits.",
         ),
     ] = None
-    sync: Annotated[Sync, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")] = Sync.AUTO
+    sync: Annotated[
+        WeightTransport, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")
+    ] = WeightTransport.AUTO
     staleness: Annotated[
         CountOrZero, Field(description="Steps that answers may be older than the weights; 0 until engines run ahead.")
     ] = 0
@@ -299,7 +302,7 @@ class Rollout(ApiModel):
         """Share of GPU memory an engine may take."""
         if self.gpu_memory_utilization is not None:
             return self.gpu_memory_utilization
-        return 0.6 if self.placement is Placement.COLOCATED else 0.9
+        return 0.6 if self.placement is RolloutPlacement.COLOCATED else 0.9
 
 
 class Evaluation(ApiModel):
@@ -348,14 +351,14 @@ class Grpo(ApiModel):
         NonNegative,
         Field(description="Bonus for uncertainty: so many times a token's entropy is taken from its loss. 0: none."),
     ] = 0.0
-    kl: Annotated[Kl, Field(description="Penalty for leaving the reference model.")] = Kl()
+    kl: Annotated[KlPenalty, Field(description="Penalty for leaving the reference model.")] = KlPenalty()
     advantage: Annotated[
-        Advantage,
+        AdvantageEstimator,
         Field(
             description="GRPO: less the group's mean, by its deviation. DrGRPO: less the mean. RLOO: less the mean of "
             "the others. ReinforcePlusPlus: rewards to go, normalised over the step."
         ),
-    ] = Advantage.GRPO
+    ] = AdvantageEstimator.GRPO
     loss_aggregation: Annotated[
         LossAggregation,
         Field(
@@ -364,10 +367,10 @@ class Grpo(ApiModel):
         ),
     ] = LossAggregation.TOKEN
     importance: Annotated[
-        Importance, Field(description="Token: a ratio for each token. Sequence: one for each answer (GSPO).")
-    ] = Importance.TOKEN
+        ImportanceLevel, Field(description="Token: a ratio for each token. Sequence: one for each answer (GSPO).")
+    ] = ImportanceLevel.TOKEN
     mismatch: Annotated[
-        Mismatch | None,
+        MismatchCorrection | None,
         Field(description="Importance sampling from the engine's to the trainer's probabilities. Absent: off."),
     ] = None
     routing_replay: Annotated[
@@ -398,7 +401,7 @@ class Grpo(ApiModel):
             description="Write all that a step is computed from to tokens/ of the run folder, for the last 100 steps."
         ),
     ] = False
-    rollout: Annotated[Rollout, Field(description="The engines that generate answers.")] = Rollout()
+    rollout: Annotated[RolloutSettings, Field(description="The engines that generate answers.")] = RolloutSettings()
 
     @property
     def answers_per_step(self) -> int:

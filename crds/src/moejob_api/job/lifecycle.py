@@ -8,7 +8,7 @@ from pydantic import Field
 from moejob_api.job.base import ApiModel, CountOrZero, LongText, ObjectName, Seconds, ShortText
 
 
-class Gang(StrEnum):
+class GangScheduler(StrEnum):
     """The gang scheduler, which starts all pods or none."""
 
     AUTO = "Auto"
@@ -36,14 +36,14 @@ class Lifecycle(ApiModel):
         Seconds, Field(description="A run whose ranks are silent for this many seconds is hung and restarted.")
     ] = 1800
     gang: Annotated[
-        Gang,
+        GangScheduler,
         Field(
             description=(
                 "Gang scheduler. Auto: with a queue Kueue, or Volcano where there is only that; without one Native "
                 "where the cluster has it, else None."
             )
         ),
-    ] = Gang.AUTO
+    ] = GangScheduler.AUTO
     queue: Annotated[ObjectName | None, Field(description="Queue of Kueue or Volcano.")] = None
 
 

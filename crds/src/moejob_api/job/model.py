@@ -68,7 +68,7 @@ class TrainedTurns(StrEnum):
     LAST = "Last"
 
 
-class Overlong(StrEnum):
+class OverlongSamples(StrEnum):
     """The treatment of a sample longer than maxLength."""
 
     DROP = "Drop"
@@ -156,12 +156,12 @@ class Data(ApiModel):
         ),
     ] = 4096
     overlong: Annotated[
-        Overlong,
+        OverlongSamples,
         Field(
             description="A sample longer than maxLength: Drop it (counted in the report), Truncate it at the end, "
             "or Refuse to train."
         ),
-    ] = Overlong.DROP
+    ] = OverlongSamples.DROP
     packing: Annotated[
         bool, Field(description="Fill every row with several samples that do not see each other. Off: pad each sample.")
     ] = True

@@ -8,7 +8,7 @@ from pydantic import Field
 from moejob_api.job.base import ApiModel, Dtype, Fraction, NonNegative, Positive
 
 
-class Balancing(StrEnum):
+class BalancingMethod(StrEnum):
     """The method that keeps the load of experts even."""
 
     AUX_LOSS = "AuxLoss"
@@ -18,7 +18,7 @@ class Balancing(StrEnum):
     NONE = "None"
 
 
-class Dispatcher(StrEnum):
+class DispatcherKind(StrEnum):
     """The transport of tokens to their experts."""
 
     ALL_TO_ALL = "AllToAll"
@@ -36,7 +36,7 @@ class MoE(ApiModel):
         Literal[Dtype.FLOAT32, Dtype.FLOAT64], Field(description="Type in which routing is computed.")
     ] = Dtype.FLOAT32
     balancing: Annotated[
-        Balancing | None,
+        BalancingMethod | None,
         Field(
             description="AuxLoss balances each document, by its tokens, SeqAuxLoss each document alike, GlobalAuxLoss "
             "the global batch (one more forward pass), ExpertBias without a loss. Absent: AuxLoss for SFT, None for "
@@ -60,13 +60,13 @@ class MoE(ApiModel):
         Field(description="Tokens an expert takes, as a multiple of an even share; more are dropped. Absent: no drop."),
     ] = None
     dispatcher: Annotated[
-        Dispatcher,
+        DispatcherKind,
         Field(
             description="AllToAll goes over any network; AllGather suits few experts per token's worth of GPUs; Flex "
             "writes tokens straight into the memory of the other GPUs of a node, and sends them once to each node "
             "where experts are divided over several."
         ),
-    ] = Dispatcher.ALL_TO_ALL
+    ] = DispatcherKind.ALL_TO_ALL
 
 
 class Sharding(StrEnum):
@@ -77,7 +77,7 @@ class Sharding(StrEnum):
     FSDP = "FSDP"
 
     @property
-    def divides_weights(self) -> bool:
+    def has_weight_shards(self) -> bool:
         """Return whether a rank owns a shard of the weights, gathered when they compute."""
         return self is not Sharding.DISTRIBUTED_OPTIMIZER
 

@@ -80,7 +80,7 @@ class LayoutStatus(ApiModel):
     memory_per_gpu_bytes: Annotated[Number | None, Field(description="Estimated need of the fullest GPU.")] = None
 
 
-class Replaced(ApiModel):
+class ReplacedPod(ApiModel):
     """A pod whose failure has been answered for."""
 
     index: Annotated[Number, Field(description="Index of the pod.")]
@@ -91,7 +91,7 @@ class Replaced(ApiModel):
 MAX_REPLACED = 64
 
 
-class Ladder(ApiModel):
+class RestartLadder(ApiModel):
     """The operator's memory between two reconciles, by which every failure is charged exactly once."""
 
     in_place: Annotated[Number, Field(description="Ranks restarted in place since the last new checkpoint.")] = 0
@@ -111,7 +111,7 @@ class Ladder(ApiModel):
         bool, Field(description="Every pod of the present gang has existed: one that is missing now was lost.")
     ] = False
     replacing: Annotated[
-        tuple[Replaced, ...],
+        tuple[ReplacedPod, ...],
         Field(max_length=MAX_REPLACED, description="Pods being replaced, until the gang is whole and ready again."),
     ] = ()
     start_after: Annotated[
@@ -132,7 +132,7 @@ class Restarts(ApiModel):
     preemptions: Annotated[
         Number, Field(description="Restarts that do not count: preemption, eviction, node loss.")
     ] = 0
-    ladder: Annotated[Ladder, Field(description="What is remembered between decisions.")] = Ladder()
+    ladder: Annotated[RestartLadder, Field(description="What is remembered between decisions.")] = RestartLadder()
 
 
 class ReplicaStatus(ApiModel):
@@ -194,7 +194,7 @@ class Progress(ApiModel):
     updated_at: Annotated[Timestamp, Field(description="When this was read.")]
 
 
-class Display(ApiModel):
+class DisplayTexts(ApiModel):
     """Formatted texts for kubectl's columns."""
 
     step: Annotated[str, Field(description="Steps done of all.")] = ""
@@ -245,7 +245,7 @@ class Status(ApiModel):
     layout: Annotated[LayoutStatus | None, Field(description="What follows from spec.parallelism.")] = None
     replica_statuses: Annotated[tuple[ReplicaStatus, ...], Field(max_length=8, description="Pods of each role.")] = ()
     progress: Annotated[Progress | None, Field(description="Where the run is.")] = None
-    display: Annotated[Display | None, Field(description="Formatted texts for kubectl's columns.")] = None
+    display: Annotated[DisplayTexts | None, Field(description="Formatted texts for kubectl's columns.")] = None
     goodput: Annotated[Goodput | None, Field(description="Where the time went.")] = None
     start_time: Annotated[Timestamp | None, Field(description="When pods were first created.")] = None
     completion_time: Annotated[Timestamp | None, Field(description="When the job succeeded or failed.")] = None

@@ -8,7 +8,7 @@ from pydantic import Field
 from moejob_api.job.base import AbsolutePath, ApiModel, Count, LongText, ObjectName, Positive, Quantity
 
 
-class Resume(StrEnum):
+class ResumeMode(StrEnum):
     """The parts that are taken of another job's checkpoint."""
 
     WEIGHTS = "Weights"
@@ -51,12 +51,12 @@ class Checkpoint(ApiModel):
         ),
     ] = None
     resume: Annotated[
-        Resume,
+        ResumeMode,
         Field(
             description="What resumeFrom takes. Weights: a new run begins with them. Run: the other job's run goes on, "
             "with its optimizer, its step and its place in the data, in this job's layout."
         ),
-    ] = Resume.WEIGHTS
+    ] = ResumeMode.WEIGHTS
 
 
 class AccessMode(StrEnum):

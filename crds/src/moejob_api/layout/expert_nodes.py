@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moejob_api.job.moe import Dispatcher
-from moejob_api.layout.ranks import spaced
+from moejob_api.job.moe import DispatcherKind
+from moejob_api.layout.ranks import spaced_ranks
 from moejob_api.layout.sizes import Layout
 
 
@@ -26,22 +26,22 @@ class ExpertNodes:
     ranks: int
     stride: int
 
-    def inside(self, rank: int) -> tuple[int, ...]:
+    def ranks_inside_node(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of this one's expert group on its node."""
-        return spaced(rank, self.stride, self.ranks)
+        return spaced_ranks(rank, self.stride, self.ranks)
 
-    def across(self, rank: int) -> tuple[int, ...]:
+    def ranks_across_nodes(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of this one's expert group that have its place inside their node, by node."""
-        return spaced(rank, self.stride * self.ranks, self.nodes)
+        return spaced_ranks(rank, self.stride * self.ranks, self.nodes)
 
 
-def expert_nodes(layout: Layout, dispatcher: Dispatcher) -> ExpertNodes | None:
+def expert_nodes(layout: Layout, dispatcher: DispatcherKind) -> ExpertNodes | None:
     """Return the nodes that tokens visit on the way to their experts; None where they go straight to ranks.
 
     With one rank on each node both ways are the same.
     """
-    ranks, apart = divmod(layout.gpus_per_pod, layout.expert_tensor)
-    if dispatcher is not Dispatcher.FLEX or apart or ranks <= 1:
+    ranks, remainder = divmod(layout.gpus_per_pod, layout.expert_tensor)
+    if dispatcher is not DispatcherKind.FLEX or remainder or ranks <= 1:
         return None
     # Groups begin at multiples of their size: they fill whole nodes, or some have unequal parts on two.
     nodes, unequal = divmod(layout.expert, ranks)

@@ -48,10 +48,10 @@ class RankPlace:
     expert_data: int
 
 
-def place(layout: Layout, rank: int) -> RankPlace:
+def rank_place(layout: Layout, rank: int) -> RankPlace:
     """The place of one rank."""
-    in_stage = layout.gpus // layout.pipeline
-    pipeline, inside = divmod(rank, in_stage)
+    stage_gpus = layout.gpus // layout.pipeline
+    pipeline, inside = divmod(rank, stage_gpus)
     node, local_rank = divmod(rank, layout.gpus_per_pod)
     return RankPlace(
         rank=rank,
@@ -67,17 +67,17 @@ def place(layout: Layout, rank: int) -> RankPlace:
     )
 
 
-def places(layout: Layout) -> Iterator[RankPlace]:
+def rank_places(layout: Layout) -> Iterator[RankPlace]:
     """Every rank in order."""
-    return (place(layout, rank) for rank in range(layout.gpus))
+    return (rank_place(layout, rank) for rank in range(layout.gpus))
 
 
-def members(layout: Layout, group: ParallelGroup, rank: int) -> tuple[int, ...]:
+def group_members(layout: Layout, group: ParallelGroup, rank: int) -> tuple[int, ...]:
     """The ranks that form `group` with this rank, in the order of their coordinates."""
-    return spaced(rank, *_stride_and_size(layout, group))
+    return spaced_ranks(rank, *_stride_and_size(layout, group))
 
 
-def spaced(rank: int, stride: int, size: int) -> tuple[int, ...]:
+def spaced_ranks(rank: int, stride: int, size: int) -> tuple[int, ...]:
     """The group of this rank among groups of `size` ranks that lie `stride` apart."""
     first = rank - rank // stride % size * stride
     return tuple(range(first, first + stride * size, stride))

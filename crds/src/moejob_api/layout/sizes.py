@@ -34,7 +34,7 @@ class Layout:
     gpus_per_pod: int
 
 
-def gpus(parallelism: Parallelism) -> int:
+def count_gpus(parallelism: Parallelism) -> int:
     """GPUs that the trainer needs."""
     dense = parallelism.tensor * parallelism.pipeline * parallelism.context * parallelism.data
     match parallelism.expert_layout:
@@ -44,7 +44,7 @@ def gpus(parallelism: Parallelism) -> int:
             return dense
 
 
-def expert_tensor(parallelism: Parallelism) -> int:
+def expert_tensor_size(parallelism: Parallelism) -> int:
     """GPUs that share the matrices of one expert."""
     match parallelism.expert_layout:
         case ExpertLayout.PRODUCT:
@@ -53,11 +53,11 @@ def expert_tensor(parallelism: Parallelism) -> int:
             return parallelism.expert_tensor or 1
 
 
-def layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
+def derive_layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
     """The layout of a parallelism whose two grids are exact; whether they are is for moejob_api.rules to say."""
-    world = gpus(parallelism)
+    world = count_gpus(parallelism)
     dense_model = parallelism.tensor * parallelism.pipeline * parallelism.context
-    expert_model = expert_tensor(parallelism) * parallelism.expert * parallelism.pipeline
+    expert_model = expert_tensor_size(parallelism) * parallelism.expert * parallelism.pipeline
     return Layout(
         tensor=parallelism.tensor,
         pipeline=parallelism.pipeline,
@@ -65,7 +65,7 @@ def layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
         context=parallelism.context,
         data=world // dense_model,
         expert=parallelism.expert,
-        expert_tensor=expert_tensor(parallelism),
+        expert_tensor=expert_tensor_size(parallelism),
         expert_data=world // expert_model,
         sequence_parallel=parallelism.sequence_parallel,
         gpus=world,

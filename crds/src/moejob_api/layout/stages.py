@@ -15,7 +15,7 @@ class StageLayers:
     chunks: tuple[range, ...]
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Layers of all chunks."""
         return sum(len(chunk) for chunk in self.chunks)
 
@@ -31,7 +31,7 @@ def layers_per_stage(parallelism: Parallelism, layers: int) -> tuple[int, ...] |
     return tuple(counts)
 
 
-def stages(parallelism: Parallelism, layers: int) -> tuple[StageLayers, ...] | None:
+def pipeline_stages(parallelism: Parallelism, layers: int) -> tuple[StageLayers, ...] | None:
     """Every stage with the indices of its layers, or None when the layers do not divide.
 
     Interleaved chunks are laid out chunk by chunk over all stages: chunk 0 of every stage comes before chunk 1 of any.
@@ -46,12 +46,12 @@ def stages(parallelism: Parallelism, layers: int) -> tuple[StageLayers, ...] | N
     if min(min(row) for row in sizes) < 0:
         return None
     start = 0
-    held: list[list[range]] = [[] for _ in slots]
+    stage_ranges: list[list[range]] = [[] for _ in slots]
     for row in sizes:
         for stage, size in enumerate(row):
-            held[stage].append(range(start, start + size))
+            stage_ranges[stage].append(range(start, start + size))
             start += size
-    return tuple(StageLayers(tuple(ranges)) for ranges in held)
+    return tuple(StageLayers(tuple(ranges)) for ranges in stage_ranges)
 
 
 def _slots_per_stage(parallelism: Parallelism, layers: int) -> list[int] | None:
@@ -60,20 +60,20 @@ def _slots_per_stage(parallelism: Parallelism, layers: int) -> list[int] | None:
     size = parallelism.pipeline
     if size == 1:
         # A single stage holds everything, whatever the split of first and last says.
-        whole = layers + parallelism.embedding_counts_as_layer + parallelism.loss_counts_as_layer
-        return [whole] if first in (None, layers) and last in (None, layers) else None
+        all_slots = layers + parallelism.embedding_counts_as_layer + parallelism.loss_counts_as_layer
+        return [all_slots] if first in (None, layers) and last in (None, layers) else None
     if first is not None or last is not None:
-        return _uneven(size, layers, first, last)
+        return _uneven_slots(size, layers, first, last)
     slots = layers + parallelism.embedding_counts_as_layer + parallelism.loss_counts_as_layer
     return [slots // size] * size if slots % size == 0 else None
 
 
-def _uneven(size: int, layers: int, first: int | None, last: int | None) -> list[int] | None:
+def _uneven_slots(size: int, layers: int, first: int | None, last: int | None) -> list[int] | None:
     between = size - (first is not None) - (last is not None)
-    left = layers - (first or 0) - (last or 0)
-    if left < 0 or (between == 0) != (left == 0) or (between and left % between):
+    remaining_layers = layers - (first or 0) - (last or 0)
+    if remaining_layers < 0 or (between == 0) != (remaining_layers == 0) or (between and remaining_layers % between):
         return None
-    middle = [left // between] * between if between else []
+    middle = [remaining_layers // between] * between if between else []
     return ([first] if first is not None else []) + middle + ([last] if last is not None else [])
 
 
@@ -110,7 +110,7 @@ def stage_splits(layers: int, pipeline: int, chunks: int = 1) -> tuple[StageSpli
 
 def _uneven_splits(layers: int, pipeline: int, chunks: int) -> list[StageSplit]:
     """Splits with a first and a last stage of their own; the ends also hold the embedding and the loss."""
-    found: list[tuple[int, int, StageSplit]] = []
+    candidates: list[tuple[int, int, StageSplit]] = []
     even = layers // pipeline
     for middle in {max(chunks, (even + step) // chunks * chunks) for step in (-chunks, 0, chunks)}:
         ends = layers - middle * (pipeline - 2)
@@ -119,6 +119,6 @@ def _uneven_splits(layers: int, pipeline: int, chunks: int) -> list[StageSplit]:
         if last < 1 or first % chunks:
             continue
         fullest = max(first, last, middle if pipeline > 2 else 0)
-        found.append((fullest, abs(first - middle) + abs(last - middle), StageSplit(first, last)))
-    ranked = sorted(found, key=lambda entry: entry[:2])
+        candidates.append((fullest, abs(first - middle) + abs(last - middle), StageSplit(first, last)))
+    ranked = sorted(candidates, key=lambda entry: entry[:2])
     return [split for _, _, split in ranked]

@@ -82,7 +82,7 @@ def output_weights(shape: ModelShape) -> ParameterCounts:
     return ParameterCounts() if shape.tied_embeddings else embedding_weights(shape)
 
 
-def final_norm(shape: ModelShape) -> ParameterCounts:
+def final_norm_weights(shape: ModelShape) -> ParameterCounts:
     """The norm before the output projection."""
     return ParameterCounts(replicated=shape.hidden)
 
@@ -98,10 +98,10 @@ def mtp_weights(shape: ModelShape) -> ParameterCounts:
 def model_weights(shape: ModelShape) -> ParameterCounts:
     """The whole model without MTP, as Transformers has it: tied weights count once."""
     layers = sum((layer_weights(shape, layer) * count for layer, count in layer_kinds(shape)), ParameterCounts())
-    return layers + embedding_weights(shape) + output_weights(shape) + final_norm(shape)
+    return layers + embedding_weights(shape) + output_weights(shape) + final_norm_weights(shape)
 
 
-def parameters(shape: ModelShape) -> int:
+def total_parameters(shape: ModelShape) -> int:
     """Parameters of the model without MTP, as Transformers counts them."""
     return model_weights(shape).total
 
@@ -113,16 +113,16 @@ def mtp_parameters(shape: ModelShape) -> int:
 
 def active_parameters(shape: ModelShape) -> int:
     """Parameters a token meets: of the routed experts only those it is sent to. Embedding and output are included."""
-    return parameters(shape) - sum(_idle(shape, layer) * count for layer, count in layer_kinds(shape))
+    return total_parameters(shape) - sum(_idle_parameters(shape, layer) * count for layer, count in layer_kinds(shape))
 
 
 def active_mtp_parameters(shape: ModelShape) -> int:
     """The same of the modules that predict further tokens, with the output projection once for each of them."""
     projections = len(shape.mtp_layers) * embedding_weights(shape).total
-    return mtp_parameters(shape) + projections - sum(_idle(shape, layer) for layer in shape.mtp_layers)
+    return mtp_parameters(shape) + projections - sum(_idle_parameters(shape, layer) for layer in shape.mtp_layers)
 
 
-def _idle(shape: ModelShape, layer: Layer) -> int:
+def _idle_parameters(shape: ModelShape, layer: Layer) -> int:
     if not isinstance(layer.mlp, Experts):
         return 0
     one_expert = layer_weights(shape, layer).routed // layer.mlp.count
@@ -138,11 +138,11 @@ def _layer_weights(hidden: int, layer: Layer) -> ParameterCounts:
 def _attention_weights(hidden: int, attention: Attention) -> ParameterCounts:
     match attention:
         case GroupedAttention():
-            return _grouped(hidden, attention)
+            return _grouped_attention_weights(hidden, attention)
         case LatentAttention():
-            return _latent(hidden, attention)
+            return _latent_attention_weights(hidden, attention)
         case LinearAttention():
-            return _linear(hidden, attention)
+            return _linear_attention_weights(hidden, attention)
         case _:
             assert_never(attention)
 
@@ -151,21 +151,21 @@ def _mlp_weights(hidden: int, mlp: FeedForward) -> ParameterCounts:
     match mlp:
         case DenseMLP(intermediate, bias):
             return ParameterCounts(
-                tensor=_gated(hidden, intermediate) + bias * 2 * intermediate,
+                tensor=_gated_parameters(hidden, intermediate) + bias * 2 * intermediate,
                 replicated=bias * hidden,
             )
         case Experts():
-            return _experts(hidden, mlp)
+            return _expert_weights(hidden, mlp)
         case _:
             assert_never(mlp)
 
 
-def _gated(hidden: int, intermediate: int) -> int:
+def _gated_parameters(hidden: int, intermediate: int) -> int:
     """Matrices of a gated network: gate, up and down."""
     return 3 * hidden * intermediate
 
 
-def _grouped(hidden: int, attention: GroupedAttention) -> ParameterCounts:
+def _grouped_attention_weights(hidden: int, attention: GroupedAttention) -> ParameterCounts:
     width = attention.heads * attention.head_dim
     key_value_width = attention.key_value_heads * attention.head_dim
     # The gate on the output is projected together with the queries, and as wide.
@@ -179,7 +179,7 @@ def _grouped(hidden: int, attention: GroupedAttention) -> ParameterCounts:
     )
 
 
-def _latent(hidden: int, attention: LatentAttention) -> ParameterCounts:
+def _latent_attention_weights(hidden: int, attention: LatentAttention) -> ParameterCounts:
     query_width = attention.heads * (attention.nope_dim + attention.rope_dim)
     down_width = attention.key_value_rank + attention.rope_dim
     up = attention.key_value_rank * attention.heads * (attention.nope_dim + attention.value_dim)
@@ -195,7 +195,7 @@ def _latent(hidden: int, attention: LatentAttention) -> ParameterCounts:
     return shared + ParameterCounts(tensor=rank * query_width, replicated=inputs * rank + rank)
 
 
-def _linear(hidden: int, attention: LinearAttention) -> ParameterCounts:
+def _linear_attention_weights(hidden: int, attention: LinearAttention) -> ParameterCounts:
     keys = attention.key_heads * attention.key_dim
     values = attention.value_heads * attention.value_dim
     # Queries are as wide as keys, the gate as values; decay and update strength are one number a value head each.
@@ -205,10 +205,10 @@ def _linear(hidden: int, attention: LinearAttention) -> ParameterCounts:
     return ParameterCounts(tensor=inputs + convolution + decay + values * hidden, replicated=attention.value_dim)
 
 
-def _experts(hidden: int, experts: Experts) -> ParameterCounts:
+def _expert_weights(hidden: int, experts: Experts) -> ParameterCounts:
     biases = experts.bias * (2 * experts.intermediate + hidden)
     return ParameterCounts(
-        tensor=_gated(hidden, experts.shared_intermediate),
+        tensor=_gated_parameters(hidden, experts.shared_intermediate),
         replicated=experts.count * (hidden + experts.router_bias) + experts.shared_gate * hidden,
-        routed=experts.count * (_gated(hidden, experts.intermediate) + biases),
+        routed=experts.count * (_gated_parameters(hidden, experts.intermediate) + biases),
     )

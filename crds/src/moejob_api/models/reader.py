@@ -21,12 +21,12 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 
 
-def refused(rule: Rule, message: str) -> InvalidSpec:
+def model_error(rule: Rule, message: str) -> InvalidSpec:
     """The error that says why the model of a job cannot be used."""
     return InvalidSpec((Problem(rule, WHERE, message),))
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """A value as it appears in a message, cut to a readable length."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -44,78 +44,80 @@ class ConfigReader:
     values: Mapping[str, object]
     origin: str
 
-    def size(self, key: str, absent: int | None = None, smallest: int = 1, largest: int = LARGEST_SIZE) -> int:
+    def read_size(self, key: str, absent: int | None = None, smallest: int = 1, largest: int = LARGEST_SIZE) -> int:
         """A whole number in bounds; `absent` stands in for a missing key, which is refused otherwise."""
         expected = f"a whole number from {smallest} to {largest}"
         value = self.values.get(key, absent)
         if value is None and key not in self.values:
             self._refuse_missing(key, expected)
         if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= largest:
-            self._refuse(key, expected)
+            self._refuse_key(key, expected)
         return value
 
-    def first_size(self, *keys: str) -> int:
+    def read_first_size(self, *keys: str) -> int:
         """The size under the first of several names that the file uses; the last name is the canonical one."""
-        return self.size(next((key for key in keys if key in self.values), keys[-1]))
+        return self.read_size(next((key for key in keys if key in self.values), keys[-1]))
 
-    def size_or_none(self, key: str) -> int | None:
+    def read_optional_size(self, key: str) -> int | None:
         """A size, or None where the key is missing or null."""
-        return None if self.values.get(key) is None else self.size(key)
+        return None if self.values.get(key) is None else self.read_size(key)
 
     def is_null(self, key: str) -> bool:
         """Return whether the key is there and says null, which often means something else than a missing key."""
         return key in self.values and self.values[key] is None
 
-    def flag(self, key: str, absent: bool = False) -> bool:
+    def read_flag(self, key: str, absent: bool = False) -> bool:
         """true or false."""
         value = self.values.get(key, absent)
         if not isinstance(value, bool):
-            self._refuse(key, "true or false")
+            self._refuse_key(key, "true or false")
         return value
 
-    def number(self, key: str) -> None:
+    def require_positive(self, key: str) -> None:
         """Refuse anything but a finite number above zero."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            self._refuse(key, "a number above 0")
+            self._refuse_key(key, "a number above 0")
 
-    def one_of(self, key: str, accepted: Sequence[object], why: str) -> None:
+    def require_one_of(self, key: str, accepted: Sequence[object], why: str) -> None:
         """Refuse a key that is present with any value but the accepted ones; `why` ends with the fix."""
         value = self.values.get(key)
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
-            expected = " or ".join(shown(one) for one in accepted if one is not None)
-            self._refuse(key, f"{expected}: {why}")
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in accepted):
+            expected = " or ".join(shown_value(one) for one in accepted if one is not None)
+            self._refuse_key(key, f"{expected}: {why}")
 
-    def indices(self, key: str) -> frozenset[int]:
+    def read_indices(self, key: str) -> frozenset[int]:
         """A list of layer indices; none where the key is missing or null."""
         value = self.values.get(key)
         if value is None:
             return frozenset()
         if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
-            self._refuse(key, "a list of layer indices")
+            self._refuse_key(key, "a list of layer indices")
         return frozenset(value)
 
-    def kinds(self, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...] | None:
+    def read_kinds(self, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...] | None:
         """One of the allowed words for each layer, or None where the key is missing or null."""
         value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != count or not all(kind in allowed for kind in value):
-            self._refuse(key, f"a list of {count} entries (num_hidden_layers), each {' or '.join(allowed)}")
+            self._refuse_key(key, f"a list of {count} entries (num_hidden_layers), each {' or '.join(allowed)}")
         return tuple(value)
 
-    def only(self, key: str, accepted: object, why: str) -> None:
+    def require_value(self, key: str, accepted: object, why: str) -> None:
         """Refuses a key that is present with any value but the accepted one."""
         value = self.values.get(key, accepted)
         if value != accepted or isinstance(value, bool) != isinstance(accepted, bool):
-            self._refuse(key, f"{shown(accepted)}: {why}")
+            self._refuse_key(key, f"{shown_value(accepted)}: {why}")
 
     def refuse_model(self, message: str) -> NoReturn:
         """Refuses a model whose keys are fine one by one, but not together."""
-        raise refused(Rule.MODEL_CONFIG, f"{self.origin}: {message}")
+        raise model_error(Rule.MODEL_CONFIG, f"{self.origin}: {message}")
 
-    def _refuse(self, key: str, expected: str) -> NoReturn:
-        raise refused(Rule.MODEL_CONFIG, f"{self.origin}: {key} is {shown(self.values.get(key))}; expected {expected}")
+    def _refuse_key(self, key: str, expected: str) -> NoReturn:
+        raise model_error(
+            Rule.MODEL_CONFIG, f"{self.origin}: {key} is {shown_value(self.values.get(key))}; expected {expected}"
+        )
 
     def _refuse_missing(self, key: str, expected: str) -> NoReturn:
-        raise refused(Rule.MODEL_CONFIG, f"{self.origin} has no {key}; expected {expected}")
+        raise model_error(Rule.MODEL_CONFIG, f"{self.origin} has no {key}; expected {expected}")

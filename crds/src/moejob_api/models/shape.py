@@ -134,10 +134,10 @@ class ModelShape:
         """The numbers of the layers that have experts; MTP layers are not among them."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts))
 
-    def attentions(self) -> Iterator[Attention]:
+    def attention_kinds(self) -> Iterator[Attention]:
         """Each kind of attention the model has, once."""
         yield from self._attentions
 
-    def mlps(self) -> Iterator[FeedForward]:
+    def mlp_kinds(self) -> Iterator[FeedForward]:
         """Each kind of feed-forward network the model has, once."""
         yield from self._mlps

@@ -12,41 +12,41 @@ from dataclasses import dataclass
 from moejob_api.arithmetic import divisors
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Spec
-from moejob_api.job.grpo import Grpo, Placement, Rollout
+from moejob_api.job.grpo import Grpo, RolloutPlacement, RolloutSettings
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.memory.engine import EngineMemory, engine_among
-from moejob_api.rules.rollout_rules import divides_model
+from moejob_api.planner.memory.engine import EngineMemory, estimate_engine_among
+from moejob_api.rules.rollout_rules import can_divide_model
 
 # Eighths of the GPUs that separate engines may get.
 SEPARATE_EIGHTHS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class GpuDivision:
     """A job with its engines settled, and the GPUs that this leaves to its trainer."""
 
     spec: Spec
     trainer_gpus: int
 
 
-def divisions(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Division]:
+def gpu_divisions(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[GpuDivision]:
     """Yield the ways to divide all GPUs between trainer and engines, engines on the trainer's GPUs first.
 
     What the job says of its engines stays, but for engines that are too small to hold the model.
     """
     if spec.grpo is None:
-        yield Division(spec, gpus)
+        yield GpuDivision(spec, gpus)
         return
     rollout = spec.grpo.rollout
-    if rollout.placement is Placement.COLOCATED:
-        yield from (Division(sized, gpus) for sized in with_engines_that_run(spec, shape, gpus))
-    if rollout.placement is Placement.SEPARATE or "placement" not in rollout.model_fields_set:
-        separate = _with_rollout(spec, spec.grpo, placement=Placement.SEPARATE)
-        for sized in with_engines_that_run(separate, shape, gpus):
-            yield from _separate(sized, gpus)
+    if rollout.placement is RolloutPlacement.COLOCATED:
+        yield from (GpuDivision(sized, gpus) for sized in with_runnable_engines(spec, shape, gpus))
+    if rollout.placement is RolloutPlacement.SEPARATE or "placement" not in rollout.model_fields_set:
+        separate = _with_rollout(spec, spec.grpo, placement=RolloutPlacement.SEPARATE)
+        for sized in with_runnable_engines(separate, shape, gpus):
+            yield from _separate_divisions(sized, gpus)
 
 
-def with_engines_that_run(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spec, ...]:
+def with_runnable_engines(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spec, ...]:
     """The job with engines of each size that holds the model, the smallest first.
 
     Larger ones leave more memory to the trainer and answer faster, and there are fewer of them. Where no engine holds
@@ -54,32 +54,36 @@ def with_engines_that_run(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spe
     """
     if spec.grpo is None:
         return (spec,)
-    own = _engine(spec, spec.grpo, shape, gpus)
-    if own.runs and "tensor" in spec.grpo.rollout.model_fields_set:
+    current_engine = _engine_memory(spec, spec.grpo, shape, gpus)
+    if current_engine.can_run and "tensor" in spec.grpo.rollout.model_fields_set:
         return (spec,)
-    running = [changed for changed, one in ((spec, own), *_larger(spec, spec.grpo, shape, gpus)) if one.runs]
+    running = [
+        changed
+        for changed, larger_engine in ((spec, current_engine), *_larger_engines(spec, spec.grpo, shape, gpus))
+        if larger_engine.can_run
+    ]
     return tuple(running) or (spec,)
 
 
-def _larger(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, EngineMemory]]:
+def _larger_engines(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, EngineMemory]]:
     """The job with each larger engine that fills pods and divides the model, the smallest first."""
-    for tensor in divisors(_in_pod(spec, gpus)):
-        if tensor > grpo.rollout.tensor and divides_model(shape, tensor):
+    for tensor in divisors(_gpus_in_pod(spec, gpus)):
+        if tensor > grpo.rollout.tensor and can_divide_model(shape, tensor):
             changed = _with_rollout(spec, grpo, tensor=tensor)
-            yield changed, _engine(changed, changed.grpo or grpo, shape, gpus)
+            yield changed, _engine_memory(changed, changed.grpo or grpo, shape, gpus)
 
 
-def _separate(spec: Spec, gpus: int) -> Iterator[Division]:
+def _separate_divisions(spec: Spec, gpus: int) -> Iterator[GpuDivision]:
     """Yield the job with separate engines on some of the GPUs, on whole nodes where there are several."""
     if spec.grpo is None:
         return
     tensor = spec.grpo.rollout.tensor
-    for replicas in _replicas(spec, spec.grpo.rollout, gpus):
+    for replicas in _replica_counts(spec, spec.grpo.rollout, gpus):
         if replicas * tensor < gpus:
-            yield Division(_with_rollout(spec, spec.grpo, replicas=replicas), gpus - replicas * tensor)
+            yield GpuDivision(_with_rollout(spec, spec.grpo, replicas=replicas), gpus - replicas * tensor)
 
 
-def _replicas(spec: Spec, rollout: Rollout, gpus: int) -> list[int]:
+def _replica_counts(spec: Spec, rollout: RolloutSettings, gpus: int) -> list[int]:
     if rollout.replicas is not None:
         return [rollout.replicas]
     unit = spec.resources.gpus_per_node if gpus > spec.resources.gpus_per_node else 1
@@ -87,16 +91,16 @@ def _replicas(spec: Spec, rollout: Rollout, gpus: int) -> list[int]:
     return sorted(counts - {0})
 
 
-def _engine(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> EngineMemory:
-    in_pod = _in_pod(spec, gpus)
-    if grpo.rollout.placement is Placement.COLOCATED:
+def _engine_memory(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> EngineMemory:
+    in_pod = _gpus_in_pod(spec, gpus)
+    if grpo.rollout.placement is RolloutPlacement.COLOCATED:
         engines = max(1, gpus // in_pod * colocated_per_pod(spec, in_pod))
     else:
         engines = grpo.rollout.replicas or 1
-    return engine_among(spec, grpo, shape, engines)
+    return estimate_engine_among(spec, grpo, shape, engines)
 
 
-def _in_pod(spec: Spec, gpus: int) -> int:
+def _gpus_in_pod(spec: Spec, gpus: int) -> int:
     return min(gpus, spec.resources.gpus_per_node)
 
 

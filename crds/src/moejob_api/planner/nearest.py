@@ -21,10 +21,10 @@ from typing import NamedTuple, Self
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.sizes import gpus
+from moejob_api.layout.sizes import count_gpus
 from moejob_api.layout.stages import StageSplit, stage_splits
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.pruning import batch_divides, matrices_divide, sequences_divide
+from moejob_api.planner.pruning import can_divide_batch, can_divide_matrices, can_divide_sequences
 
 # Sizes put beside the others before the search ends with what it has; some 10 ms.
 SIZES_CONSIDERED = 2000
@@ -36,36 +36,38 @@ _COMPLETE = 4
 _PLAIN = StageSplit()
 
 
-def distance(asked: Parallelism, candidate: Parallelism, wanted_gpus: int) -> float:
+def layout_distance(parallelism: Parallelism, candidate: Parallelism, wanted_gpus: int) -> float:
     """Return the stated cost of a suggestion."""
     sizes = ("tensor", "pipeline", "expert", "context", "data")
-    moved = sum(_doublings(getattr(candidate, name), getattr(asked, name)) for name in sizes)
-    if asked.expert_tensor is not None and asked.expert_layout is ExpertLayout.FOLDED:
-        moved += _doublings(candidate.expert_tensor or 1, asked.expert_tensor)
-    splits = ((asked.virtual_pipeline or 1) != (candidate.virtual_pipeline or 1)) + (
-        _split_of(asked) != _split_of(candidate)
+    doublings = sum(_count_doublings(getattr(candidate, name), getattr(parallelism, name)) for name in sizes)
+    if parallelism.expert_tensor is not None and parallelism.expert_layout is ExpertLayout.FOLDED:
+        doublings += _count_doublings(candidate.expert_tensor or 1, parallelism.expert_tensor)
+    splits = ((parallelism.virtual_pipeline or 1) != (candidate.virtual_pipeline or 1)) + (
+        _stage_split(parallelism) != _stage_split(candidate)
     )
-    return moved + SPLIT_COST * splits + GPU_DOUBLING_COST * _doublings(gpus(candidate), wanted_gpus)
+    return doublings + SPLIT_COST * splits + GPU_DOUBLING_COST * _count_doublings(count_gpus(candidate), wanted_gpus)
 
 
 def nearest_layouts(
     spec: Spec, shape: ModelShape | None, counts: Sequence[int], wanted_gpus: int
 ) -> Iterator[Parallelism]:
     """Yield layouts on any of the counts whose sizes divide what they must divide, nearest first."""
-    search = _Search.near(spec, shape)
+    search = _NearestSearch.for_job(spec, shape)
     # Among equals the deepest first, then the smallest sizes: an answer is reached before its siblings are opened.
-    queue: list[_Entry] = []
+    queue: list[_QueueEntry] = []
     for count in counts:
-        search.push(queue, _PartialLayout((), count, count, GPU_DOUBLING_COST * _doublings(count, wanted_gpus)))
+        search.push_choice(
+            queue, _PartialLayout((), count, count, GPU_DOUBLING_COST * _count_doublings(count, wanted_gpus))
+        )
     considered = 0
     while queue:
         choice = heappop(queue)[-1]
         if len(choice.sizes) == _COMPLETE:
-            yield search.parallelism(choice)
+            yield search.build_parallelism(choice)
         elif considered < SIZES_CONSIDERED:
-            considered += len(search.options(choice))
-            for opened in search.opened(choice):
-                search.push(queue, opened)
+            considered += len(search.size_options(choice))
+            for longer_choice in search.extend_choice(choice):
+                search.push_choice(queue, longer_choice)
 
 
 class _PartialLayout(NamedTuple):
@@ -83,11 +85,11 @@ class _PartialLayout(NamedTuple):
 
 
 # No two choices have the same key.
-_Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _PartialLayout]
+_QueueEntry = tuple[tuple[float, int, tuple[int, ...], int, int], _PartialLayout]
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _NearestSearch:
     spec: Spec
     shape: ModelShape | None
     # Asked for, in the order in which sizes are chosen; and the products of those still open after each choice.
@@ -96,31 +98,31 @@ class _Search:
     split: StageSplit
 
     @classmethod
-    def near(cls, spec: Spec, shape: ModelShape | None) -> Self:
+    def for_job(cls, spec: Spec, shape: ModelShape | None) -> Self:
         """Return the search for layouts near to the one that a job asks for."""
-        asked = spec.parallelism
+        parallelism = spec.parallelism
         # The experts of Folded share no GPUs.
-        experts = 1 if asked.expert_layout is ExpertLayout.FOLDED else asked.expert
-        grid = (asked.tensor, asked.pipeline, experts, asked.context, asked.data)
+        experts = 1 if parallelism.expert_layout is ExpertLayout.FOLDED else parallelism.expert
+        grid = (parallelism.tensor, parallelism.pipeline, experts, parallelism.context, parallelism.data)
         products = tuple(prod(grid[chosen:]) for chosen in range(len(grid)))
-        sizes = (asked.tensor, asked.pipeline, asked.expert, asked.context)
-        return cls(spec, shape, sizes, products, _split_of(asked))
+        sizes = (parallelism.tensor, parallelism.pipeline, parallelism.expert, parallelism.context)
+        return cls(spec, shape, sizes, products, _stage_split(parallelism))
 
     @property
-    def _asked(self) -> Parallelism:
+    def _job_parallelism(self) -> Parallelism:
         return self.spec.parallelism
 
     @property
     def _is_folded(self) -> bool:
-        return self._asked.expert_layout is ExpertLayout.FOLDED
+        return self._job_parallelism.expert_layout is ExpertLayout.FOLDED
 
-    def push(self, queue: list[_Entry], choice: _PartialLayout) -> None:
+    def push_choice(self, queue: list[_QueueEntry], choice: _PartialLayout) -> None:
         """Queue a choice under the least that any layout with these sizes costs."""
-        bound = choice.cost + self._least_left(choice)
+        bound = choice.cost + self._least_remaining_cost(choice)
         key = (round(bound, 6), -len(choice.sizes), choice.sizes, choice.total, choice.virtual_pipeline or 0)
         heappush(queue, (key, choice))
 
-    def options(self, choice: _PartialLayout) -> Sequence[int]:
+    def size_options(self, choice: _PartialLayout) -> Sequence[int]:
         """Return the values that the next size may have by the GPUs alone."""
         tensor = choice.sizes[0] if choice.sizes else 1
         match len(choice.sizes):
@@ -134,27 +136,27 @@ class _Search:
             case _:
                 return divisors(choice.left)
 
-    def opened(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
+    def extend_choice(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
         """Yield the choice with its next size, for every value that divides what it must divide."""
-        for size in self.options(choice):
+        for size in self.size_options(choice):
             match len(choice.sizes):
-                case 0 if self.shape is None or matrices_divide(self.spec, self.shape, size):
-                    yield self._with(choice, size, choice.left // size)
+                case 0 if self.shape is None or can_divide_matrices(self.spec, self.shape, size):
+                    yield self._with_size(choice, size, choice.left // size)
                 case 1:
-                    yield from self._cuts(self._with(choice, size, choice.left // size))
+                    yield from self._with_cuts(self._with_size(choice, size, choice.left // size))
                 case 2:
-                    yield self._with(choice, size, choice.left if self._is_folded else choice.left // size)
-                case 3 if sequences_divide(self.spec, self.shape, choice.sizes[0], size):
+                    yield self._with_size(choice, size, choice.left if self._is_folded else choice.left // size)
+                case 3 if can_divide_sequences(self.spec, self.shape, choice.sizes[0], size):
                     data = choice.left // size
-                    if batch_divides(self.spec, data, self.spec.training.micro_batch_size):
-                        yield self._completed(self._with(choice, size, data))
+                    if can_divide_batch(self.spec, data, self.spec.training.micro_batch_size):
+                        yield self._complete_choice(self._with_size(choice, size, data))
                 case _:
                     pass
 
-    def parallelism(self, choice: _PartialLayout) -> Parallelism:
+    def build_parallelism(self, choice: _PartialLayout) -> Parallelism:
         """Return the complete choice as a job would have it."""
         tensor, pipeline, expert, context = choice.sizes
-        return self._asked.model_copy(
+        return self._job_parallelism.model_copy(
             update={
                 "tensor": tensor,
                 "pipeline": pipeline,
@@ -170,48 +172,48 @@ class _Search:
             }
         )
 
-    def _with(self, choice: _PartialLayout, size: int, left: int) -> _PartialLayout:
-        moved = _doublings(size, self.sizes[len(choice.sizes)])
-        return choice._replace(sizes=(*choice.sizes, size), left=left, cost=choice.cost + moved)
+    def _with_size(self, choice: _PartialLayout, size: int, left: int) -> _PartialLayout:
+        doublings = _count_doublings(size, self.sizes[len(choice.sizes)])
+        return choice._replace(sizes=(*choice.sizes, size), left=left, cost=choice.cost + doublings)
 
-    def _cuts(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
+    def _with_cuts(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
         """Yield the ways to cut the layers, first with the chunks that were asked for, then without."""
-        asked, pipeline = self._asked, choice.sizes[-1]
-        for chunks in dict.fromkeys((asked.virtual_pipeline if pipeline > 1 else None, None)):
-            for split in self._splits(pipeline, chunks or 1):
-                differs = ((asked.virtual_pipeline or 1) != (chunks or 1)) + (self.split != split)
+        parallelism, pipeline = self._job_parallelism, choice.sizes[-1]
+        for chunks in dict.fromkeys((parallelism.virtual_pipeline if pipeline > 1 else None, None)):
+            for split in self._possible_splits(pipeline, chunks or 1):
+                differs = ((parallelism.virtual_pipeline or 1) != (chunks or 1)) + (self.split != split)
                 yield choice._replace(virtual_pipeline=chunks, split=split, cost=choice.cost + SPLIT_COST * differs)
 
-    def _splits(self, pipeline: int, chunks: int) -> tuple[StageSplit, ...]:
+    def _possible_splits(self, pipeline: int, chunks: int) -> tuple[StageSplit, ...]:
         if self.shape is None:
             return (self.split,)
         return stage_splits(len(self.shape.layers), pipeline, chunks)[:1]
 
-    def _completed(self, choice: _PartialLayout) -> _PartialLayout:
-        moved = _doublings(choice.left, self._asked.data)
-        if self._asked.expert_tensor is not None and self._is_folded:
-            moved += _doublings(self._expert_tensor(choice) or 1, self._asked.expert_tensor)
-        return choice._replace(cost=choice.cost + moved)
+    def _complete_choice(self, choice: _PartialLayout) -> _PartialLayout:
+        doublings = _count_doublings(choice.left, self._job_parallelism.data)
+        if self._job_parallelism.expert_tensor is not None and self._is_folded:
+            doublings += _count_doublings(self._expert_tensor(choice) or 1, self._job_parallelism.expert_tensor)
+        return choice._replace(cost=choice.cost + doublings)
 
     def _expert_tensor(self, choice: _PartialLayout) -> int | None:
         _, pipeline, expert, _ = choice.sizes
-        share = self._asked.expert_tensor or 1
+        share = self._job_parallelism.expert_tensor or 1
         if not self._is_folded or share == 1 or choice.total // pipeline % (share * expert):
             return None
         return share
 
-    def _least_left(self, choice: _PartialLayout) -> float:
+    def _least_remaining_cost(self, choice: _PartialLayout) -> float:
         """Return the least distance that the open sizes together can have."""
         if len(choice.sizes) == _COMPLETE:
             return 0.0
-        return _doublings(choice.left, self.open_products[len(choice.sizes)])
+        return _count_doublings(choice.left, self.open_products[len(choice.sizes)])
 
 
-def _doublings(one: int, other: int) -> float:
-    return abs(log2(one / other))
+def _count_doublings(size: int, wanted_size: int) -> float:
+    return abs(log2(size / wanted_size))
 
 
-def _split_of(parallelism: Parallelism) -> StageSplit:
+def _stage_split(parallelism: Parallelism) -> StageSplit:
     return StageSplit(
         parallelism.first_stage_layers,
         parallelism.last_stage_layers,

@@ -13,23 +13,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.derived import RolloutLayout, batch, rollout_layout
+from moejob_api.derived import RolloutLayout, rollout_layout, update_batch
 from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
-from moejob_api.layout.sizes import Layout, gpus, layout
+from moejob_api.layout.sizes import Layout, count_gpus, derive_layout
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate, volume_need
-from moejob_api.planner.memory.case import prepared
-from moejob_api.planner.memory.estimate import Footprint, footprint
+from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate_memory, volume_need
+from moejob_api.planner.memory.case import prepare_case
+from moejob_api.planner.memory.estimate import MemoryFootprint, estimate_footprint
 from moejob_api.problems import Problem, Rule
-from moejob_api.quantities import GIB, bytes_of, readable
+from moejob_api.quantities import GIB, quantity_bytes, readable_bytes
 from moejob_api.rules import GRID_RULES, layout_problems
 from moejob_api.rules.idle_fields import idle_fields
 from moejob_api.rules.object_rules import MAX_GPUS
 
 if TYPE_CHECKING:
-    from moejob_api.planner.suggestions import Fit, Suggestion
+    from moejob_api.planner.suggestions import LayoutFit, Suggestion
 
 # Above this share of idle time a pipeline is worth a word.
 NOTABLE_BUBBLE = 0.25
@@ -59,18 +59,18 @@ class Plan:
     suggestions: tuple[Suggestion, ...]
 
     @property
-    def accepted(self) -> bool:
+    def is_accepted(self) -> bool:
         """Return whether the job may run."""
         return not self.problems
 
 
-def plan(
+def plan_job(
     spec: Spec, shape: ModelShape | None, available_gpus: int | None = None, *, with_suggestions: bool = True
 ) -> Plan:
     """The plan of a spec for a model of this shape, on exactly `available_gpus` trainer GPUs when given."""
-    verdict = _verdict(spec, shape)
+    verdict = _validate_job(spec, shape)
     problems = (*_count_problems(spec, available_gpus), *verdict.problems)
-    wanted = available_gpus or gpus(spec.parallelism)
+    wanted_gpus = available_gpus or count_gpus(spec.parallelism)
     return Plan(
         spec=spec,
         shape=shape,
@@ -80,8 +80,8 @@ def plan(
         volume=verdict.volume,
         limit_bytes=memory_limit_bytes(spec.resources),
         problems=problems,
-        warnings=(*_warnings(spec, shape, verdict.layout), *idle_fields(spec, shape)),
-        suggestions=_suggestions(spec, shape, problems, wanted) if with_suggestions else (),
+        warnings=(*_job_warnings(spec, shape, verdict.layout), *idle_fields(spec, shape)),
+        suggestions=_find_suggestions(spec, shape, problems, wanted_gpus) if with_suggestions else (),
     )
 
 
@@ -93,18 +93,18 @@ class _Verdict:
     volume: VolumeNeed | None
 
 
-def _verdict(spec: Spec, shape: ModelShape | None) -> _Verdict:
+def _validate_job(spec: Spec, shape: ModelShape | None) -> _Verdict:
     problems = layout_problems(spec, shape)
     volume = None if shape is None else volume_need(shape, spec)
     if volume is not None:
         problems += tuple(_storage_problems(spec, volume))
     if any(problem.rule in GRID_RULES for problem in problems):
         return _Verdict(problems, None, None, volume)
-    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    sizes = derive_layout(spec.parallelism, spec.resources.gpus_per_node)
     # An estimate of a layout that cannot be built would only mislead.
     if shape is None or any(problem.path.startswith("spec.parallelism") for problem in problems):
         return _Verdict(problems, sizes, None, volume)
-    need = estimate(spec, shape, sizes)
+    need = estimate_memory(spec, shape, sizes)
     problems += (
         *_memory_problems(spec, shape, sizes, need),
         *_host_problems(spec, shape, sizes, need),
@@ -113,7 +113,7 @@ def _verdict(spec: Spec, shape: ModelShape | None) -> _Verdict:
 
 
 def _count_problems(spec: Spec, available: int | None) -> Iterator[Problem]:
-    needed = gpus(spec.parallelism)
+    needed = count_gpus(spec.parallelism)
     if available is not None and needed != available:
         yield Problem(
             Rule.GPU_COUNT,
@@ -124,76 +124,81 @@ def _count_problems(spec: Spec, available: int | None) -> Iterator[Problem]:
 
 def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
     limit = memory_limit_bytes(spec.resources)
-    if limit is None or need.fits(limit):
+    if limit is None or need.is_within(limit):
         return
-    from moejob_api.planner.memory.remedies import remedies
+    from moejob_api.planner.memory.remedies import find_remedies
 
-    ways = [f"{remedy} ({readable(remedy.bytes)})" for remedy in remedies(spec, shape, sizes, limit)[:REMEDIES_NAMED]]
+    ways = [
+        f"{remedy} ({readable_bytes(remedy.bytes)})"
+        for remedy in find_remedies(spec, shape, sizes, limit)[:REMEDIES_NAMED]
+    ]
     advice = f"it would fit with {'; or '.join(ways)}" if ways else "no memory setting makes it fit: use more GPUs"
     if need.bytes > limit:
-        what = f"a GPU of stage {need.stage} needs {readable(need.bytes)} during {need.peak.phase}"
-        yield Problem(Rule.MEMORY, "spec.parallelism", f"{what}, {_has(spec)} {readable(limit)}; {advice}")
-    if need.engine is not None and not need.engine.runs:
-        what = f"an engine of {need.engine.gpus} GPUs needs {readable(need.engine.least_bytes)} of each"
+        what = f"a GPU of stage {need.stage} needs {readable_bytes(need.bytes)} during {need.peak.phase}"
+        yield Problem(
+            Rule.MEMORY, "spec.parallelism", f"{what}, {_memory_source(spec)} {readable_bytes(limit)}; {advice}"
+        )
+    if need.engine is not None and not need.engine.can_run:
+        what = f"an engine of {need.engine.gpus} GPUs needs {readable_bytes(need.engine.least_bytes)} of each"
         yield Problem(
             Rule.MEMORY,
             "spec.grpo.rollout",
             f"{what} for weights and one sequence, gpuMemoryUtilization leaves it "
-            f"{readable(need.engine.reserved or 0)}; {advice}",
+            f"{readable_bytes(need.engine.reserved or 0)}; {advice}",
         )
 
 
-def _has(spec: Spec) -> str:
+def _memory_source(spec: Spec) -> str:
     return f"{spec.resources.gpu_type} has" if spec.resources.gpu_type else "gpuMemoryGiB says"
 
 
 def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
-    if spec.resources.memory is None or _fits_host(spec, need):
+    if spec.resources.memory is None or _is_within_host_memory(spec, need):
         return
     needed = _host_bytes(spec, need)
     waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
-    fits_when_waiting = _fits_host(spec, estimate(waiting, shape, sizes))
+    fits_when_waiting = _is_within_host_memory(spec, estimate_memory(waiting, shape, sizes))
     replay = need.replay_bytes_per_pod
-    fits_without_replay = needed - replay <= bytes_of(spec.resources.memory)
+    fits_without_replay = needed - replay <= quantity_bytes(spec.resources.memory)
     yield Problem(
         Rule.MEMORY,
         "spec.resources.memory",
-        f"a pod needs {readable(needed)} of host memory, sharedMemory {spec.resources.shared_memory} "
-        + (f"and {readable(replay)} for grpo.routingReplay included, " if replay else "included, ")
+        f"a pod needs {readable_bytes(needed)} of host memory, sharedMemory {spec.resources.shared_memory} "
+        + (f"and {readable_bytes(replay)} for grpo.routingReplay included, " if replay else "included, ")
         + f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
         + (", or checkpoint.async to false" if fits_when_waiting else "")
         + (", or grpo.routingReplay to false" if replay and fits_without_replay else ""),
     )
 
 
-def _host_bytes(spec: Spec, need: MemoryEstimate | Footprint) -> int:
+def _host_bytes(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> int:
     # /dev/shm is memory-backed and counts against the pod's limit.
-    return need.host_bytes_per_pod + bytes_of(spec.resources.shared_memory)
+    return need.host_bytes_per_pod + quantity_bytes(spec.resources.shared_memory)
 
 
-def _fits_host(spec: Spec, need: MemoryEstimate | Footprint) -> bool:
-    return spec.resources.memory is None or _host_bytes(spec, need) <= bytes_of(spec.resources.memory)
+def _is_within_host_memory(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> bool:
+    return spec.resources.memory is None or _host_bytes(spec, need) <= quantity_bytes(spec.resources.memory)
 
 
 def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:
     storage = spec.storage
     if storage.size is None:
         return
-    if bytes_of(storage.size) < need.bytes:
+    if quantity_bytes(storage.size) < need.bytes:
         further = {"the export": need.export, "the downloaded model": need.download, "grpo.recordTokens": need.tokens}
-        beside = "".join(f", {what} ({readable(size)})" for what, size in further.items() if size)
+        beside = "".join(f", {what} ({readable_bytes(size)})" for what, size in further.items() if size)
         best = "" if spec.checkpoint.keep_best is None else f", keepBest {spec.checkpoint.keep_best}"
         yield Problem(
             Rule.STORAGE,
             "spec.storage.size",
-            f"{storage.size} cannot hold {need.checkpoints} checkpoints of {readable(need.checkpoint)} (keep "
+            f"{storage.size} cannot hold {need.checkpoints} checkpoints of {readable_bytes(need.checkpoint)} (keep "
             f"{spec.checkpoint.keep}{best} and the one being written){beside}; set size to "
             f"{ceil_div(need.bytes, GIB)}Gi or lower checkpoint.keep"
             + (", or grpo.recordTokens to false" if need.tokens else ""),
         )
 
 
-def _warnings(spec: Spec, shape: ModelShape | None, sizes: Layout | None) -> Iterator[Problem]:
+def _job_warnings(spec: Spec, shape: ModelShape | None, sizes: Layout | None) -> Iterator[Problem]:
     if shape is not None and spec.data.max_length > shape.positions:
         yield Problem(
             Rule.POSITIONS,
@@ -221,7 +226,7 @@ def _warnings(spec: Spec, shape: ModelShape | None, sizes: Layout | None) -> Ite
 def _bubble_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
     if sizes.pipeline == 1:
         return
-    count = batch(spec, sizes).microbatches
+    count = update_batch(spec, sizes).microbatches
     waiting = (sizes.pipeline - 1) / sizes.virtual_pipeline
     bubble = waiting / (waiting + count)
     if bubble >= NOTABLE_BUBBLE:
@@ -234,39 +239,40 @@ def _bubble_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
 
 
 def _small_batch_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
-    found = batch(spec, sizes)
-    if spec.resources.accelerator is not Accelerator.GPU or found.microbatches == 1:
+    rank_batch = update_batch(spec, sizes)
+    if spec.resources.accelerator is not Accelerator.GPU or rank_batch.microbatches == 1:
         return
-    if found.micro_tokens < BUSY_TOKENS:
+    if rank_batch.micro_tokens < BUSY_TOKENS:
         yield Problem(
             Rule.MICROBATCHES,
             "spec.training.dynamicBatchTokens",
-            f"microbatches of at most {found.micro_tokens:,} tokens leave a GPU waiting for its host, which takes as "
+            f"microbatches of at most {rank_batch.micro_tokens:,} tokens leave a GPU waiting for its host, which "
+            "takes as "
             f"long for {BUSY_TOKENS:,}; set dynamicBatchTokens, to 8192 if memory allows, or raise microBatchSize",
         )
 
 
-def _suggestions(
+def _find_suggestions(
     spec: Spec, shape: ModelShape | None, problems: tuple[Problem, ...], wanted: int
 ) -> tuple[Suggestion, ...]:
-    hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in problems)
-    if not problems or hopeless or wanted > MAX_GPUS:
+    is_hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in problems)
+    if not problems or is_hopeless or wanted > MAX_GPUS:
         return ()
-    from moejob_api.planner.suggestions import suggestions
+    from moejob_api.planner.suggestions import find_suggestions
 
-    return suggestions(spec, shape, wanted, partial(_fit, shape))
+    return find_suggestions(spec, shape, wanted, partial(_measure_fit, shape))
 
 
-def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
+def _measure_fit(shape: ModelShape | None, spec: Spec) -> LayoutFit | None:
     """Return the size of an accepted job; the verdict without its words, because hundreds of layouts are validated."""
-    from moejob_api.planner.suggestions import Fit
+    from moejob_api.planner.suggestions import LayoutFit
 
     if layout_problems(spec, shape):
         return None
-    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    sizes = derive_layout(spec.parallelism, spec.resources.gpus_per_node)
     if shape is None:
-        return Fit(sizes.gpus, sizes.nodes, None)
-    need = footprint(prepared(spec, shape, sizes), memory_limit_bytes(spec.resources))
-    if need is None or not _fits_host(spec, need):
+        return LayoutFit(sizes.gpus, sizes.nodes, None)
+    need = estimate_footprint(prepare_case(spec, shape, sizes), memory_limit_bytes(spec.resources))
+    if need is None or not _is_within_host_memory(spec, need):
         return None
-    return Fit(sizes.gpus, sizes.nodes, need.bytes)
+    return LayoutFit(sizes.gpus, sizes.nodes, need.bytes)

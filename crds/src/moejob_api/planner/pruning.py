@@ -18,7 +18,7 @@ from moejob_api.models.shape import (
 )
 
 
-def sequences_divide(spec: Spec, shape: ModelShape | None, tensor: int, context: int) -> bool:
+def can_divide_sequences(spec: Spec, shape: ModelShape | None, tensor: int, context: int) -> bool:
     """True when every sequence divides over the context and the tensor group."""
     sequence = tensor if spec.parallelism.sequence is not False else 1
     divisor = (2 * context if context > 1 else 1) * sequence
@@ -26,21 +26,21 @@ def sequences_divide(spec: Spec, shape: ModelShape | None, tensor: int, context:
     if any(length % divisor for length in lengths):
         return False
     # The states of linear attention pass through the whole sequence.
-    return context == 1 or shape is None or not any(isinstance(a, LinearAttention) for a in shape.attentions())
+    return context == 1 or shape is None or not any(isinstance(a, LinearAttention) for a in shape.attention_kinds())
 
 
-def matrices_divide(spec: Spec, shape: ModelShape, tensor: int) -> bool:
+def can_divide_matrices(spec: Spec, shape: ModelShape, tensor: int) -> bool:
     """True when a tensor group of this size divides every matrix of the model."""
     if spec.training.lora is not None and spec.training.lora.rank % tensor:
         return False
     if tensor > 1 and shape.experts is not None and spec.parallelism.sequence is False:
         return False
-    return all(_heads_split(attention, tensor) for attention in shape.attentions()) and all(
-        _columns_split(mlp, tensor) for mlp in shape.mlps()
+    return all(_can_split_heads(attention, tensor) for attention in shape.attention_kinds()) and all(
+        _can_split_columns(mlp, tensor) for mlp in shape.mlp_kinds()
     )
 
 
-def experts_divide(spec: Spec, shape: ModelShape, expert: int, expert_tensor: int) -> bool:
+def can_divide_experts(spec: Spec, shape: ModelShape, expert: int, expert_tensor: int) -> bool:
     """True when an expert group divides the experts, and each group of ranks that shares an expert its matrices."""
     experts = shape.experts
     if experts is None:
@@ -51,7 +51,7 @@ def experts_divide(spec: Spec, shape: ModelShape, expert: int, expert_tensor: in
     return experts.count % expert == 0
 
 
-def batch_divides(spec: Spec, data: int, micro: int) -> bool:
+def can_divide_batch(spec: Spec, data: int, micro: int) -> bool:
     """True when every data-parallel rank gets whole microbatches of `micro` sequences of the global batch."""
     sequences = global_batch_size(spec)
     if spec.training.dynamic_batch_tokens is not None:
@@ -59,7 +59,7 @@ def batch_divides(spec: Spec, data: int, micro: int) -> bool:
     return sequences % (data * micro) == 0
 
 
-def _heads_split(attention: Attention, tensor: int) -> bool:
+def _can_split_heads(attention: Attention, tensor: int) -> bool:
     match attention:
         case GroupedAttention():
             groups = attention.key_value_heads
@@ -70,6 +70,6 @@ def _heads_split(attention: Attention, tensor: int) -> bool:
             return attention.key_heads % tensor == 0 and attention.value_heads % tensor == 0
 
 
-def _columns_split(mlp: FeedForward, tensor: int) -> bool:
+def _can_split_columns(mlp: FeedForward, tensor: int) -> bool:
     columns = mlp.intermediate if isinstance(mlp, DenseMLP) else mlp.shared_intermediate
     return columns % tensor == 0

@@ -16,18 +16,18 @@ from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.job.training import Recompute, RecomputeGranularity
-from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.sizes import Layout, derive_layout
 from moejob_api.layout.stages import stage_splits
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.cost import Cost, step_cost
+from moejob_api.planner.cost import StepCost, step_cost
 from moejob_api.planner.cost.estimate import least_step_seconds, step_seconds
-from moejob_api.planner.cost.rates import Machine
-from moejob_api.planner.engine_choice import divisions
-from moejob_api.planner.memory import MemoryEstimate, estimate
-from moejob_api.planner.memory.case import Case, model_parameters, prepared
-from moejob_api.planner.memory.estimate import fits, peak_bytes
-from moejob_api.planner.memory.kinds import Kinds, layers_by_kind
-from moejob_api.planner.pruning import batch_divides, experts_divide, matrices_divide, sequences_divide
+from moejob_api.planner.cost.rates import GpuMachine
+from moejob_api.planner.engine_choice import gpu_divisions
+from moejob_api.planner.memory import MemoryEstimate, estimate_memory
+from moejob_api.planner.memory.case import PlanningCase, model_parameters, prepare_case
+from moejob_api.planner.memory.estimate import can_fit, peak_bytes
+from moejob_api.planner.memory.kinds import LayerKinds, layers_by_kind
+from moejob_api.planner.pruning import can_divide_batch, can_divide_experts, can_divide_matrices, can_divide_sequences
 from moejob_api.problems import Problem
 from moejob_api.rules import layout_problems
 
@@ -41,34 +41,36 @@ RECOMPUTATIONS = (RecomputeGranularity.NONE, RecomputeGranularity.SELECTIVE, Rec
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayoutChoice:
     """One layout with the settings that make it fit, and why it ranks where it does."""
 
     spec: Spec
     layout: Layout
     memory: MemoryEstimate
-    cost: Cost
+    cost: StepCost
     reasons: tuple[str, ...]
 
 
-def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5) -> tuple[Choice, ...]:
+def best_layouts(
+    spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5
+) -> tuple[LayoutChoice, ...]:
     """The fastest layouts on exactly `gpus` GPUs that keep every rule and fit, fastest first.
 
     One choice for each set of group sizes, with its best cut, microbatch and recomputation.
     """
     memory = int((memory_limit_bytes(spec.resources) or hardware.memory_bytes) * (1 - HEADROOM))
-    question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
-    offloads = (spec.memory.offload_optimizer, 1.0) if _may_offload(spec) else (spec.memory.offload_optimizer,)
-    ranking = _Ranking(limit)
-    for division in divisions(spec, shape, gpus):
+    inputs = _SearchInputs(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
+    offloads = (spec.memory.offload_optimizer, 1.0) if _can_offload(spec) else (spec.memory.offload_optimizer,)
+    ranking = _LayoutRanking(limit)
+    for division in gpu_divisions(spec, shape, gpus):
         for offload in offloads:
-            if _rank(replace(question, spec=division.spec), division.trainer_gpus, offload, ranking):
+            if _rank_grids(replace(inputs, spec=division.spec), division.trainer_gpus, offload, ranking):
                 break
-    return tuple(_choice(question, entry) for entry in ranking.sorted())
+    return tuple(_build_choice(inputs, entry) for entry in ranking.sorted_entries())
 
 
 @dataclass(frozen=True, slots=True)
-class Leanest:
+class LeanestLayout:
     """The layout that needs the least of a GPU, whatever it costs in time."""
 
     parallelism: Parallelism
@@ -76,36 +78,36 @@ class Leanest:
     layouts: int
 
 
-def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
+def find_leanest_layout(spec: Spec, shape: ModelShape, gpus: int) -> LeanestLayout | None:
     """Return the least need of any layout, for jobs that get none at all; None when the GPUs cannot be divided."""
-    offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
+    offload = 1.0 if _can_offload(spec) else spec.memory.offload_optimizer
     kinds = layers_by_kind(shape)
     needs: list[tuple[int, Parallelism]] = []
-    for division in divisions(spec, shape, gpus):
-        for cuts in layouts(division.spec, shape, division.trainer_gpus):
-            frugal = _candidate(division.spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
-            sizes = layout(cuts[0], spec.resources.gpus_per_node)
-            needs.append((peak_bytes(prepared(frugal, shape, sizes, kinds)), cuts[0]))
+    for division in gpu_divisions(spec, shape, gpus):
+        for cuts in candidate_layouts(division.spec, shape, division.trainer_gpus):
+            frugal = _candidate_spec(division.spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
+            sizes = derive_layout(cuts[0], spec.resources.gpus_per_node)
+            needs.append((peak_bytes(prepare_case(frugal, shape, sizes, kinds)), cuts[0]))
     if not needs:
         return None
     least, parallelism = min(needs, key=lambda need: need[0])
-    return Leanest(parallelism, least, len(needs))
+    return LeanestLayout(parallelism, least, len(needs))
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _SearchInputs:
     """The inputs that are the same for every candidate. asked: problems the job has whatever its layout."""
 
     spec: Spec
     shape: ModelShape
-    kinds: Kinds
+    kinds: LayerKinds
     hardware: Hardware
     memory: int
-    asked: set[Problem]
+    known_problems: set[Problem]
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
+class _CandidateGrid:
     """A grid with all its cuts and one microbatch size, and a lower bound of the seconds of any of the cuts."""
 
     least_seconds: float
@@ -114,60 +116,60 @@ class _Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _RankedLayout:
     seconds: float
     spec: Spec
     layout: Layout
 
 
 @dataclass(slots=True)
-class _Ranking:
+class _LayoutRanking:
     """The fastest entries so far, one for each set of group sizes."""
 
     limit: int
-    found: dict[tuple[int, ...], _Entry] = field(default_factory=dict)
+    entries: dict[tuple[int, ...], _RankedLayout] = field(default_factory=dict)
 
-    def bar(self, sizes: tuple[int, ...]) -> float:
+    def seconds_to_beat(self, sizes: tuple[int, ...]) -> float:
         """Seconds that a candidate of these sizes must stay under to be ranked."""
-        mine = self.found.get(sizes)
-        if mine is not None:
-            return mine.seconds
-        if len(self.found) < self.limit:
+        current_entry = self.entries.get(sizes)
+        if current_entry is not None:
+            return current_entry.seconds
+        if len(self.entries) < self.limit:
             return float("inf")
-        return max(entry.seconds for entry in self.found.values())
+        return max(entry.seconds for entry in self.entries.values())
 
-    def add(self, sizes: tuple[int, ...], entry: _Entry) -> None:
+    def add_entry(self, sizes: tuple[int, ...], entry: _RankedLayout) -> None:
         """Rank an entry that stays under the bar."""
-        self.found[sizes] = entry
-        if len(self.found) > self.limit:
-            del self.found[max(self.found, key=lambda key: self.found[key].seconds)]
+        self.entries[sizes] = entry
+        if len(self.entries) > self.limit:
+            del self.entries[max(self.entries, key=lambda key: self.entries[key].seconds)]
 
-    def sorted(self) -> list[_Entry]:
+    def sorted_entries(self) -> list[_RankedLayout]:
         """Fastest first."""
-        return sorted(self.found.values(), key=lambda entry: entry.seconds)
+        return sorted(self.entries.values(), key=lambda entry: entry.seconds)
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------
 
 
-def layouts(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[tuple[Parallelism, ...]]:
+def candidate_layouts(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[tuple[Parallelism, ...]]:
     """Every way to factor the GPUs into groups that model and batch divide over, each with all cuts of the layers."""
     per_node = spec.resources.gpus_per_node
     if gpus > per_node and gpus % per_node:
         return
     for tensor in divisors(min(gpus, per_node)):
-        if not matrices_divide(spec, shape, tensor):
+        if not can_divide_matrices(spec, shape, tensor):
             continue
         for pipeline in divisors(gpus // tensor):
-            if pipeline > 1 and spec.memory.sharding.divides_weights:
+            if pipeline > 1 and spec.memory.sharding.has_weight_shards:
                 break
-            cuts = tuple(_cuts(len(shape.layers), pipeline))
-            for sizes in _inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():
+            cuts = tuple(_stage_cuts(len(shape.layers), pipeline))
+            for sizes in _sizes_inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():
                 grid = {"tensor": tensor, "pipeline": pipeline, **sizes}
                 yield tuple(spec.parallelism.model_copy(update={**grid, **cut}) for cut in cuts)
 
 
-def _cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
+def _stage_cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
     """Ways to cut the layers into stages and chunks."""
     for chunks in CHUNKS if pipeline > 1 else (1,):
         for split in stage_splits(layers, pipeline, chunks):
@@ -180,16 +182,16 @@ def _cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
             }
 
 
-def _inside_stage(spec: Spec, shape: ModelShape, tensor: int, rest: int) -> Iterator[dict[str, object]]:
+def _sizes_inside_stage(spec: Spec, shape: ModelShape, tensor: int, remaining_gpus: int) -> Iterator[dict[str, object]]:
     """Sizes of the groups inside a pipeline stage of tensor x rest GPUs, each pair of grids once.
 
     Product is written where it says the same as Folded.
     """
-    for context in divisors(rest):
-        data = rest // context
-        if not sequences_divide(spec, shape, tensor, context) or not batch_divides(spec, data, micro=1):
+    for context in divisors(remaining_gpus):
+        data = remaining_gpus // context
+        if not can_divide_sequences(spec, shape, tensor, context) or not can_divide_batch(spec, data, micro=1):
             continue
-        for expert, expert_tensor in _expert_sizes(spec, shape, tensor, tensor * rest):
+        for expert, expert_tensor in _expert_sizes(spec, shape, tensor, tensor * remaining_gpus):
             sizes: dict[str, object] = {"context": context, "expert": expert}
             if expert_tensor == tensor and data % expert == 0:
                 yield {**sizes, "data": data // expert, "expert_layout": ExpertLayout.PRODUCT, "expert_tensor": None}
@@ -206,75 +208,75 @@ def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> 
         return
     for share in divisors(tensor):
         for expert in divisors(experts.count):
-            if in_stage % (share * expert) == 0 and experts_divide(spec, shape, expert, share):
+            if in_stage % (share * expert) == 0 and can_divide_experts(spec, shape, expert, share):
                 yield expert, share
 
 
 # --- weighing -------------------------------------------------------------------------------------------------------
 
 
-def _rank(question: _Question, gpus: int, offload: float, ranking: _Ranking) -> bool:
+def _rank_grids(inputs: _SearchInputs, gpus: int, offload: float, ranking: _LayoutRanking) -> bool:
     """Rank every grid of these GPUs, and return whether any is among the fastest."""
-    before = dict(ranking.found)
+    before = dict(ranking.entries)
     # Most promising first: once five fast grids are known, their times rule out most others by the lower bound alone.
-    for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
-        _weigh(question, promise, offload, ranking)
-    return ranking.found != before
+    for candidate in sorted(_candidate_grids(inputs, gpus, offload), key=lambda promise: promise.least_seconds):
+        _weigh_grid(inputs, candidate, offload, ranking)
+    return ranking.entries != before
 
 
-def _promises(question: _Question, gpus: int, offload: float) -> Iterator[_Promise]:
+def _candidate_grids(inputs: _SearchInputs, gpus: int, offload: float) -> Iterator[_CandidateGrid]:
     """Every grid with every microbatch whose weights and gradients leave any room."""
-    for cuts in layouts(question.spec, question.shape, gpus):
-        sizes = layout(cuts[0], question.spec.resources.gpus_per_node)
-        machine = Machine(question.hardware, sizes.gpus_per_pod)
+    for cuts in candidate_layouts(inputs.spec, inputs.shape, gpus):
+        sizes = derive_layout(cuts[0], inputs.spec.resources.gpus_per_node)
+        machine = GpuMachine(inputs.hardware, sizes.gpus_per_pod)
         chunks = max(cut.virtual_pipeline or 1 for cut in cuts)
-        for micro in _micro_batch_sizes(question.spec, sizes):
-            plain = _candidate(question.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
-            case = prepared(plain, question.shape, sizes, question.kinds)
-            if _states_overflow(case, question.memory):
+        for micro in _micro_batch_sizes(inputs.spec, sizes):
+            plain = _candidate_spec(inputs.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
+            case = prepare_case(plain, inputs.shape, sizes, inputs.kinds)
+            if _has_state_overflow(case, inputs.memory):
                 break
-            yield _Promise(least_step_seconds(case, machine, chunks), cuts, micro)
+            yield _CandidateGrid(least_step_seconds(case, machine, chunks), cuts, micro)
 
 
-def _weigh(question: _Question, promise: _Promise, offload: float, ranking: _Ranking) -> None:
+def _weigh_grid(inputs: _SearchInputs, candidate: _CandidateGrid, offload: float, ranking: _LayoutRanking) -> None:
     """Rank the best cut and recomputation of a grid, if it can be fast enough to be ranked at all."""
-    for cut in promise.cuts:
-        sizes = layout(cut, question.spec.resources.gpus_per_node)
-        if promise.least_seconds >= ranking.bar(_key(sizes)):
+    for cut in candidate.cuts:
+        sizes = derive_layout(cut, inputs.spec.resources.gpus_per_node)
+        if candidate.least_seconds >= ranking.seconds_to_beat(_group_sizes(sizes)):
             return
-        if _chunks_divide(question.spec, sizes, promise.micro):
-            _weigh_cut(question, (cut, sizes), (promise.micro, offload), ranking)
+        if _can_divide_chunks(inputs.spec, sizes, candidate.micro):
+            _weigh_cut(inputs, (cut, sizes), (candidate.micro, offload), ranking)
 
 
 def _weigh_cut(
-    question: _Question, cut: tuple[Parallelism, Layout], settings: tuple[int, float], ranking: _Ranking
+    inputs: _SearchInputs, cut: tuple[Parallelism, Layout], settings: tuple[int, float], ranking: _LayoutRanking
 ) -> None:
     (parallelism, sizes), (micro, offload) = cut, settings
-    machine = Machine(question.hardware, sizes.gpus_per_pod)
+    machine = GpuMachine(inputs.hardware, sizes.gpus_per_pod)
     for granularity in RECOMPUTATIONS:
-        candidate = _candidate(question.spec, parallelism, (micro, granularity, offload))
-        case = prepared(candidate, question.shape, sizes, question.kinds)
+        candidate = _candidate_spec(inputs.spec, parallelism, (micro, granularity, offload))
+        case = prepare_case(candidate, inputs.shape, sizes, inputs.kinds)
         seconds = sum(step_seconds(case, machine).values())
         # Recomputing more takes longer: what is too slow now stays too slow.
-        if seconds >= ranking.bar(_key(sizes)):
+        if seconds >= ranking.seconds_to_beat(_group_sizes(sizes)):
             return
-        if not fits(case, question.memory):
+        if not can_fit(case, inputs.memory):
             continue
-        if not set(layout_problems(candidate, question.shape)) - question.asked:
-            ranking.add(_key(sizes), _Entry(seconds, candidate, sizes))
+        if not set(layout_problems(candidate, inputs.shape)) - inputs.known_problems:
+            ranking.add_entry(_group_sizes(sizes), _RankedLayout(seconds, candidate, sizes))
         return
 
 
-def _key(sizes: Layout) -> tuple[int, ...]:
+def _group_sizes(sizes: Layout) -> tuple[int, ...]:
     """The sizes that make two layouts different to a reader of the ranking."""
     return (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
 
 
-def _states_overflow(case: Case, memory_bytes: int) -> bool:
+def _has_state_overflow(case: PlanningCase, memory_bytes: int) -> bool:
     """Return whether weights and gradients alone, spread evenly over the stages, leave no room: no cut helps then."""
     total = model_parameters(case)
-    if case.divides_weights:
-        return case.keeps_gathered and total.held.total * case.element_bytes > memory_bytes
+    if case.has_weight_shards:
+        return case.has_weights_until_update and total.held.total * case.element_bytes > memory_bytes
     states = total.held.total * case.element_bytes + total.trained.total * case.gradient_bytes
     return states > memory_bytes * case.layout.pipeline
 
@@ -283,18 +285,18 @@ def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:
     if spec.training.dynamic_batch_tokens is not None:
         yield 1
         return
-    of_rank = global_batch_size(spec) // sizes.data
-    yield from (micro for micro in MICRO_BATCH_SIZES if of_rank % micro == 0)
+    rank_sequences = global_batch_size(spec) // sizes.data
+    yield from (micro for micro in MICRO_BATCH_SIZES if rank_sequences % micro == 0)
 
 
-def _chunks_divide(spec: Spec, sizes: Layout, micro: int) -> bool:
+def _can_divide_chunks(spec: Spec, sizes: Layout, micro: int) -> bool:
     """Return whether an interleaved schedule gets microbatches in multiples of its stages."""
     if sizes.virtual_pipeline == 1 or spec.training.dynamic_batch_tokens is not None:
         return True
     return global_batch_size(spec) // sizes.data // micro % sizes.pipeline == 0
 
 
-def _candidate(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGranularity, float]) -> Spec:
+def _candidate_spec(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGranularity, float]) -> Spec:
     micro, granularity, offload = settings
     training = spec.training.model_copy(
         update={"micro_batch_size": micro, "recompute": Recompute(granularity=granularity)}
@@ -303,23 +305,23 @@ def _candidate(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGran
     return spec.model_copy(update={"parallelism": grid, "training": training, "memory": memory})
 
 
-def _may_offload(spec: Spec) -> bool:
+def _can_offload(spec: Spec) -> bool:
     return spec.memory.sharding is Sharding.DISTRIBUTED_OPTIMIZER and spec.memory.offload_optimizer < 1
 
 
-def _choice(question: _Question, entry: _Entry) -> Choice:
-    memory = estimate(entry.spec, question.shape, entry.layout)
-    cost = step_cost(entry.spec, question.shape, entry.layout, question.hardware)
-    return Choice(entry.spec, entry.layout, memory, cost, _reasons(memory, cost, question.memory))
+def _build_choice(inputs: _SearchInputs, entry: _RankedLayout) -> LayoutChoice:
+    memory = estimate_memory(entry.spec, inputs.shape, entry.layout)
+    cost = step_cost(entry.spec, inputs.shape, entry.layout, inputs.hardware)
+    return LayoutChoice(entry.spec, entry.layout, memory, cost, _ranking_reasons(memory, cost, inputs.memory))
 
 
-def _reasons(memory: MemoryEstimate, cost: Cost, limit_bytes: int) -> tuple[str, ...]:
+def _ranking_reasons(memory: MemoryEstimate, cost: StepCost, limit_bytes: int) -> tuple[str, ...]:
     """Return the parts that take the time, the share of the pipeline's bubble, and the memory that is left."""
     largest = ", ".join(f"{part.name} {part.seconds / cost.seconds:.0%}" for part in cost.parts[:3])
-    bubble = (f"pipeline bubble {cost.bubble:.0%}",) if cost.bubble > 0 else ()
-    left = (limit_bytes - memory.bytes) / GIB
+    bubble = (f"pipeline bubble {cost.bubble_share:.0%}",) if cost.bubble_share > 0 else ()
+    gib_left = (limit_bytes - memory.bytes) / GIB
     return (
         f"time: {largest}",
         *bubble,
-        f"memory: {memory.bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB, {left:.1f} GiB left",
+        f"memory: {memory.bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB, {gib_left:.1f} GiB left",
     )

@@ -17,7 +17,7 @@ from moejob_api.arithmetic import ceil_div, divisors
 from moejob_api.job import Spec
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.nearest import distance, nearest_layouts
+from moejob_api.planner.nearest import layout_distance, nearest_layouts
 
 SAME_COUNT_LIMIT = 3
 OTHER_COUNT_LIMIT = 3
@@ -26,7 +26,7 @@ CANDIDATES_TRIED = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LayoutFit:
     """The size of an accepted layout."""
 
     gpus: int
@@ -39,35 +39,37 @@ class Suggestion:
     """A layout that would be accepted, and how far it is from what was asked."""
 
     parallelism: Parallelism
-    fit: Fit
+    fit: LayoutFit
     distance: float
 
 
 # Validates a whole job: None when it is refused.
-Validator = Callable[[Spec], Fit | None]
+Validator = Callable[[Spec], LayoutFit | None]
 
 
-def suggestions(spec: Spec, shape: ModelShape | None, wanted_gpus: int, validate: Validator) -> tuple[Suggestion, ...]:
+def find_suggestions(
+    spec: Spec, shape: ModelShape | None, wanted_gpus: int, validate: Validator
+) -> tuple[Suggestion, ...]:
     """Accepted layouts on the wanted GPUs, nearest first, then on the nearest other counts."""
-    same = [wanted_gpus] if _fills_nodes(wanted_gpus, spec.resources.gpus_per_node) else []
-    others = [count for count in _other_counts(wanted_gpus, spec.resources.gpus_per_node) if count not in same]
-    accepted = partial(_accepted, spec, shape, validate, wanted_gpus)
+    same = [wanted_gpus] if _can_fill_nodes(wanted_gpus, spec.resources.gpus_per_node) else []
+    other_counts = [count for count in _other_counts(wanted_gpus, spec.resources.gpus_per_node) if count not in same]
+    accepted = partial(_accepted_suggestions, spec, shape, validate, wanted_gpus)
     return (
         *islice(accepted(same), SAME_COUNT_LIMIT),
-        *islice(accepted(others), OTHER_COUNT_LIMIT),
+        *islice(accepted(other_counts), OTHER_COUNT_LIMIT),
     )
 
 
-def _accepted(
+def _accepted_suggestions(
     spec: Spec, shape: ModelShape | None, validate: Validator, wanted: int, counts: list[int]
 ) -> Iterator[Suggestion]:
     for candidate in islice(nearest_layouts(spec, shape, counts, wanted), CANDIDATES_TRIED):
         fit = validate(spec.model_copy(update={"parallelism": candidate}))
         if fit is not None:
-            yield Suggestion(candidate, fit, distance(spec.parallelism, candidate, wanted))
+            yield Suggestion(candidate, fit, layout_distance(spec.parallelism, candidate, wanted))
 
 
-def _fills_nodes(count: int, per_node: int) -> bool:
+def _can_fill_nodes(count: int, per_node: int) -> bool:
     return count <= per_node or count % per_node == 0
 
 
@@ -77,7 +79,7 @@ def _other_counts(wanted: int, per_node: int) -> list[int]:
         inside = [d for d in divisors(per_node) if d != wanted]
         return [*inside, 2 * per_node, 4 * per_node]
     nodes = ceil_div(wanted, per_node)
-    near = {nodes - 1, nodes, nodes + 1, nodes // 2, nodes * 2, nodes * 4, nodes * 8}
+    node_counts = {nodes - 1, nodes, nodes + 1, nodes // 2, nodes * 2, nodes * 4, nodes * 8}
     return sorted(
-        (n * per_node for n in near if n >= 1 and n * per_node != wanted), key=lambda n: abs(log2(n / wanted))
+        (n * per_node for n in node_counts if n >= 1 and n * per_node != wanted), key=lambda n: abs(log2(n / wanted))
     )

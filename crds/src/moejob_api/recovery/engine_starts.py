@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moejob_api.contract.pods import ExitCode, printable
+from moejob_api.contract.pods import ExitCode, printable_text
 
 # An engine that works takes a minute to start; one that ran for this long has not failed at its start.
 STARTED_SECONDS = 120.0
@@ -21,7 +21,7 @@ class EngineStarts:
     failed: int = 0
     exit_code: int = 0
 
-    def after(self, exit_code: int, ran_seconds: float) -> EngineStarts:
+    def after_end(self, exit_code: int, ran_seconds: float) -> EngineStarts:
         """Count one more end."""
         if ran_seconds >= STARTED_SECONDS:
             return EngineStarts()
@@ -37,11 +37,11 @@ class EngineStarts:
         """Return whether the job cannot go on with this engine; it would wait for one that never comes."""
         return self.is_misconfigured or self.failed >= STARTS
 
-    def refusal(self, engine: int, log: bytes) -> str:
+    def refusal_message(self, engine: int, log: bytes) -> str:
         """Return the sentence that the job ends with, given the end of the engine's log."""
-        lines = (printable(line).strip() for line in reversed(log.decode(errors="replace").splitlines()))
-        said = next(filter(None, lines), "it wrote nothing; see the log of its pod")
+        lines = (printable_text(line).strip() for line in reversed(log.decode(errors="replace").splitlines()))
+        last_line = next(filter(None, lines), "it wrote nothing; see the log of its pod")
         if self.is_misconfigured:
-            return f"engine {engine} cannot start: {said}"
-        times = f"ended {self.failed} times within {STARTED_SECONDS:.0f} s of its start"
-        return f"engine {engine} {times}, last with exit code {self.exit_code}: {said}"
+            return f"engine {engine} cannot start: {last_line}"
+        count_text = f"ended {self.failed} times within {STARTED_SECONDS:.0f} s of its start"
+        return f"engine {engine} {count_text}, last with exit code {self.exit_code}: {last_line}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.contract.pods import ExitCode, Outcome, RankFault
+from moejob_api.contract.pods import ExitCode, PodOutcome, RankFault
 
 FIRST_DELAY_SECONDS = 1.0
 LONGEST_DELAY_SECONDS = 300.0
@@ -22,7 +22,7 @@ PODS_BEFORE_GANG = 2
 LAUNCHER_FIRST_SECONDS = 30.0
 
 
-class Cause(StrEnum):
+class FailureCause(StrEnum):
     """The cause of a failure."""
 
     RANK_FAILED = "RankFailed"
@@ -40,14 +40,14 @@ class Cause(StrEnum):
     BAD_CONFIGURATION = "BadConfiguration"
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Return whether this failure spends budget."""
-        return self not in (Cause.PREEMPTED, Cause.NODE_LOST, Cause.SECRET_LOST)
+        return self not in (FailureCause.PREEMPTED, FailureCause.NODE_LOST, FailureCause.SECRET_LOST)
 
     @property
-    def takes_gang(self) -> bool:
+    def needs_new_gang(self) -> bool:
         """Return whether no pod of the gang can go on beside a new one."""
-        return self is Cause.SECRET_LOST
+        return self is FailureCause.SECRET_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Failure:
     """One thing that failed. `pod` is the index in the gang; failures seen together are one decision."""
 
     pod: int
-    cause: Cause
+    cause: FailureCause
     # Whether the launcher and its container still live, so that ranks can be restarted inside.
     pod_alive: bool = False
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class RestartBudget:
     """The restarts spent since the last newly committed checkpoint."""
 
     limit: int
@@ -72,11 +72,11 @@ class Budget:
     # Uncounted restarts in a row: they grow the delay though they cost nothing.
     uncounted: int = 0
 
-    def renewed(self) -> Budget:
+    def after_checkpoint(self) -> RestartBudget:
         """The budget after a new checkpoint: the run moves, so everything before is forgiven."""
-        return Budget(self.limit)
+        return RestartBudget(self.limit)
 
-    def with_new_pods(self) -> Budget:
+    def with_new_pods(self) -> RestartBudget:
         """The budget of a new gang: what its ranks did to the pods before says nothing of these."""
         return replace(self, in_place=0)
 
@@ -86,7 +86,7 @@ class RestartRanks:
     """Restart the ranks inside the living pods."""
 
     after_seconds: float
-    budget: Budget
+    budget: RestartBudget
     reason: str
 
 
@@ -96,7 +96,7 @@ class ReplacePods:
 
     pods: tuple[int, ...]
     after_seconds: float
-    budget: Budget
+    budget: RestartBudget
     reason: str
 
 
@@ -105,7 +105,7 @@ class ReplaceGang:
     """Replace every pod under the next attempt."""
 
     after_seconds: float
-    budget: Budget
+    budget: RestartBudget
     reason: str
 
 
@@ -113,14 +113,14 @@ class ReplaceGang:
 class GiveUp:
     """Fail the job."""
 
-    budget: Budget
+    budget: RestartBudget
     reason: str
 
 
 RecoveryAction = RestartRanks | ReplacePods | ReplaceGang | GiveUp
 
 
-def recovery_action(failures: tuple[Failure, ...], budget: Budget) -> RecoveryAction | None:
+def recovery_action(failures: tuple[Failure, ...], budget: RestartBudget) -> RecoveryAction | None:
     """Return the action on everything that failed since the last decision; None when nothing did.
 
     Failures that are seen together are one failure: a rank that dies takes its peers with it, and charging each of them
@@ -128,42 +128,43 @@ def recovery_action(failures: tuple[Failure, ...], budget: Budget) -> RecoveryAc
     """
     if not failures:
         return None
-    first = culprit(failures)
-    if first.cause is Cause.BAD_CONFIGURATION:
-        return GiveUp(budget, _reason(first))
-    charged = _charged(first, budget)
+    first = find_culprit(failures)
+    if first.cause is FailureCause.BAD_CONFIGURATION:
+        return GiveUp(budget, _failure_reason(first))
+    charged = _charge_budget(first, budget)
     if charged.spent > charged.limit:
         return GiveUp(
             budget,
-            f"{_reason(first)}; {budget.spent} restarts since the last checkpoint, backoffLimit is {budget.limit}",
+            f"{_failure_reason(first)}; {budget.spent} restarts since the last checkpoint, backoffLimit is "
+            f"{budget.limit}",
         )
-    return _smallest(failures, charged, _reason(first))
+    return _smallest_action(failures, charged, _failure_reason(first))
 
 
-def cause_of_exit(code: int, outcome: Outcome | None = None) -> Cause | None:
+def cause_of_exit(code: int, outcome: PodOutcome | None = None) -> FailureCause | None:
     """The cause behind a launcher's exit code; None when it did what it was asked to do."""
-    if outcome is Outcome.HUNG:
-        return Cause.HUNG
+    if outcome is PodOutcome.HUNG:
+        return FailureCause.HUNG
     match code:
         case ExitCode.DONE:
             return None
         case ExitCode.BAD_CONFIGURATION:
-            return Cause.BAD_CONFIGURATION
+            return FailureCause.BAD_CONFIGURATION
         case ExitCode.SAVED_AND_STOPPED:
-            return Cause.PREEMPTED
-        case _ if outcome is Outcome.RANK_FAILED:
-            return Cause.RANK_FAILED
-        case _ if outcome is Outcome.LOST_PEERS:
-            return Cause.LOST_PEERS
+            return FailureCause.PREEMPTED
+        case _ if outcome is PodOutcome.RANK_FAILED:
+            return FailureCause.RANK_FAILED
+        case _ if outcome is PodOutcome.LOST_PEERS:
+            return FailureCause.LOST_PEERS
         case _:
-            return Cause.POD_FAILED
+            return FailureCause.POD_FAILED
 
 
-def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
+def rank_restart_failure(index: int, fault: RankFault | None) -> Failure:
     """The failure after which the launcher of a pod restarted its ranks, as the launcher reports it."""
-    cause = Cause.HUNG if fault is not None and fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
-    said = "its ranks were restarted in place"
-    message = f"{fault.message}; {said}" if fault is not None and fault.message else said
+    cause = FailureCause.HUNG if fault is not None and fault.outcome is PodOutcome.HUNG else FailureCause.RANK_FAILED
+    restart_text = "its ranks were restarted in place"
+    message = f"{fault.message}; {restart_text}" if fault is not None and fault.message else restart_text
     return Failure(index, cause, pod_alive=True, message=message)
 
 
@@ -175,41 +176,41 @@ def delay_seconds(restarts: int) -> float:
     return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(restarts - 1, 16))
 
 
-def culprit(failures: tuple[Failure, ...]) -> Failure:
+def find_culprit(failures: tuple[Failure, ...]) -> Failure:
     """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first.
 
     A failure that reports lost peers is a consequence, and explains no other one.
     """
-    failures = tuple(failure for failure in failures if failure.cause is not Cause.LOST_PEERS) or failures
-    permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)
-    uncounted = next((failure for failure in failures if not failure.cause.counts), None)
-    gone = next((failure for failure in failures if not failure.pod_alive), None)
-    return permanent or uncounted or gone or failures[0]
+    failures = tuple(failure for failure in failures if failure.cause is not FailureCause.LOST_PEERS) or failures
+    permanent = next((failure for failure in failures if failure.cause is FailureCause.BAD_CONFIGURATION), None)
+    uncounted = next((failure for failure in failures if not failure.cause.is_counted), None)
+    lost_pod = next((failure for failure in failures if not failure.pod_alive), None)
+    return permanent or uncounted or lost_pod or failures[0]
 
 
-def _charged(failure: Failure, budget: Budget) -> Budget:
-    if failure.cause.counts:
+def _charge_budget(failure: Failure, budget: RestartBudget) -> RestartBudget:
+    if failure.cause.is_counted:
         return replace(budget, spent=budget.spent + 1)
     return replace(budget, uncounted=budget.uncounted + 1)
 
 
-def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> RecoveryAction:
+def _smallest_action(failures: tuple[Failure, ...], charged: RestartBudget, reason: str) -> RecoveryAction:
     """The first rung of the ladder that can hold."""
     delay = delay_seconds(charged.spent + charged.uncounted)
-    lost = tuple(sorted({failure.pod for failure in failures if not failure.pod_alive}))
-    if not lost and charged.in_place < RESTARTS_IN_PLACE:
+    lost_pods = tuple(sorted({failure.pod for failure in failures if not failure.pod_alive}))
+    if not lost_pods and charged.in_place < RESTARTS_IN_PLACE:
         return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
     # Pod 0 hosts the rendezvous: without it no other pod learns of anything.
-    if 0 in lost or charged.pods >= PODS_BEFORE_GANG or any(failure.cause.takes_gang for failure in failures):
+    if 0 in lost_pods or charged.pods >= PODS_BEFORE_GANG or any(failure.cause.needs_new_gang for failure in failures):
         return ReplaceGang(delay, charged.with_new_pods(), reason)
-    suspects = lost or tuple(sorted({failure.pod for failure in failures}))
+    suspects = lost_pods or tuple(sorted({failure.pod for failure in failures}))
     if 0 in suspects:
         return ReplaceGang(delay, charged.with_new_pods(), reason)
     return ReplacePods(suspects, delay, replace(charged, pods=charged.pods + 1), reason)
 
 
-def _reason(failure: Failure) -> str:
-    if failure.cause is Cause.BAD_CONFIGURATION and failure.message:
+def _failure_reason(failure: Failure) -> str:
+    if failure.cause is FailureCause.BAD_CONFIGURATION and failure.message:
         # What is wrong with the job and what mends it; which pod said it first is no part of that.
         return failure.message
     text = f"{failure.cause} in pod {failure.pod}"

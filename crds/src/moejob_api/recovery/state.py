@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 from moejob_api.job.status import MAX_REPLACED
 from moejob_api.recovery.restarts import (
-    Budget,
     Failure,
     GiveUp,
     RecoveryAction,
     ReplaceGang,
     ReplacePods,
+    RestartBudget,
     RestartRanks,
     recovery_action,
 )
@@ -34,7 +34,7 @@ from moejob_api.recovery.restarts import (
 class RecoveryState:
     """The state between two failures."""
 
-    budget: Budget
+    budget: RestartBudget
     # Pods being replaced, until the gang is whole and ready again.
     replacing: frozenset[int] = frozenset()
     # Restarts in place of the present pods that were charged. A gang begins with 0: one before the first report is a
@@ -63,34 +63,34 @@ class Recovery:
 
     action: RecoveryAction
     state: RecoveryState
-    continues: bool = False
+    is_continuation: bool = False
 
 
-def recover(failures: Sequence[Failure], gang: GangReport, state: RecoveryState) -> Recovery | None:
+def decide_recovery(failures: Sequence[Failure], gang: GangReport, state: RecoveryState) -> Recovery | None:
     """Return the action on everything that failed since the last decision; None when nothing did."""
     action = recovery_action(tuple(failures), state.budget)
     if action is None:
         return None
-    continues = _continues(failures, state) and not isinstance(action, GiveUp)
-    if continues:
-        action = _continued(failures, state)
-    action = _feasible(action, gang, state)
-    return Recovery(action, _after(action, gang, state, continues=continues), continues)
+    is_continuation = _is_continuation(failures, state) and not isinstance(action, GiveUp)
+    if is_continuation:
+        action = _continuing_action(failures, state)
+    action = _feasible_action(action, gang, state)
+    return Recovery(action, _state_after_action(action, gang, state, is_continuation=is_continuation), is_continuation)
 
 
-def settled(gang: GangReport, state: RecoveryState) -> RecoveryState:
+def state_after_report(gang: GangReport, state: RecoveryState) -> RecoveryState:
     """Return the state after a report without failures: a gang that is ready again ends the recovery under way."""
     if state.replacing and not gang.is_ready:
         # Ranks beside the replaced pod are still being restarted for it: their counts are not known yet.
         return state
     state = replace(state, replacing=frozenset())
-    known = state.rank_restarts
-    if gang.rank_restarts is None or (known is not None and known <= gang.rank_restarts):
+    charged_restarts = state.rank_restarts
+    if gang.rank_restarts is None or (charged_restarts is not None and charged_restarts <= gang.rank_restarts):
         return state
     return replace(state, rank_restarts=gang.rank_restarts)
 
 
-def renewed(state: RecoveryState, saved_step: int | None) -> RecoveryState:
+def state_after_checkpoint(state: RecoveryState, saved_step: int | None) -> RecoveryState:
     """Return the state after a checkpoint: one of a higher step than any before renews the budget.
 
     A run whose newest checkpoint is damaged reports an older one, then saves the same step again. That it was there
@@ -99,21 +99,21 @@ def renewed(state: RecoveryState, saved_step: int | None) -> RecoveryState:
     highest = state.checkpoint_step
     if saved_step is None or (highest is not None and saved_step <= highest):
         return state
-    return replace(state, checkpoint_step=saved_step, budget=state.budget.renewed())
+    return replace(state, checkpoint_step=saved_step, budget=state.budget.after_checkpoint())
 
 
-def _continues(failures: Sequence[Failure], state: RecoveryState) -> bool:
+def _is_continuation(failures: Sequence[Failure], state: RecoveryState) -> bool:
     """Return whether only pods failed that stood beside one being replaced: its peers do not always survive it.
 
     A pod that has been replaced and fails again is a new failure, and so is any failure once the gang was whole again.
     """
     return bool(state.replacing) and all(
-        not failure.pod_alive and failure.pod not in state.replacing and not failure.cause.takes_gang
+        not failure.pod_alive and failure.pod not in state.replacing and not failure.cause.needs_new_gang
         for failure in failures
     )
 
 
-def _continued(failures: Sequence[Failure], state: RecoveryState) -> RecoveryAction:
+def _continuing_action(failures: Sequence[Failure], state: RecoveryState) -> RecoveryAction:
     pods = tuple(failure.pod for failure in failures)
     reason = f"pod {pods[0]} failed with the one being replaced"
     if 0 in pods:
@@ -121,24 +121,28 @@ def _continued(failures: Sequence[Failure], state: RecoveryState) -> RecoveryAct
     return ReplacePods(pods, 0.0, state.budget, reason)
 
 
-def _feasible(action: RecoveryAction, gang: GangReport, state: RecoveryState) -> RecoveryAction:
+def _feasible_action(action: RecoveryAction, gang: GangReport, state: RecoveryState) -> RecoveryAction:
     """Return the action, or the whole gang's replacement where pods cannot be replaced alone."""
     if not isinstance(action, ReplacePods):
         return action
-    others_run = not gang.succeeded - frozenset(action.pods)
-    if gang.can_replace_pods and others_run and len(state.replacing | frozenset(action.pods)) <= MAX_REPLACED:
+    has_running_peers = not gang.succeeded - frozenset(action.pods)
+    if gang.can_replace_pods and has_running_peers and len(state.replacing | frozenset(action.pods)) <= MAX_REPLACED:
         return action
     return ReplaceGang(action.after_seconds, action.budget.with_new_pods(), action.reason)
 
 
-def _after(action: RecoveryAction, gang: GangReport, state: RecoveryState, *, continues: bool) -> RecoveryState:
+def _state_after_action(
+    action: RecoveryAction, gang: GangReport, state: RecoveryState, *, is_continuation: bool
+) -> RecoveryState:
     match action:
         case RestartRanks(budget=budget):
             # The launchers have restarted their ranks already: only the charge is left to be written.
             return replace(state, budget=budget, rank_restarts=gang.rank_restarts)
         case ReplacePods(pods=pods, budget=budget):
-            known = state.rank_restarts if continues else None
-            return replace(state, budget=budget, rank_restarts=known, replacing=state.replacing | frozenset(pods))
+            charged_restarts = state.rank_restarts if is_continuation else None
+            return replace(
+                state, budget=budget, rank_restarts=charged_restarts, replacing=state.replacing | frozenset(pods)
+            )
         case ReplaceGang(budget=budget):
             return replace(state, budget=budget, rank_restarts=0, replacing=frozenset())
         case GiveUp():

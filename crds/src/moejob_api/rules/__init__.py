@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Problem, Rule
 from moejob_api.rules.batch_rules import batch_problems
@@ -25,18 +25,18 @@ GRID_RULES = frozenset({Rule.GPU_COUNT, Rule.EXPERT_GRID, Rule.EXPERT_TENSOR})
 
 def layout_problems(spec: Spec, shape: ModelShape | None) -> tuple[Problem, ...]:
     """Everything wrong with the job but its memory. A model that cannot be seen is not validated."""
-    return tuple(_problems(spec, shape))
+    return tuple(_find_problems(spec, shape))
 
 
-def _problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
-    alone = tuple(object_problems(spec))
-    yield from alone
+def _find_problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    spec_problems = tuple(object_problems(spec))
+    yield from spec_problems
     yield from source_problems(spec)
     yield from evaluation_problems(spec)
     if shape is not None:
         yield from model_problems(spec, shape)
-    if any(problem.rule in GRID_RULES for problem in alone):
+    if any(problem.rule in GRID_RULES for problem in spec_problems):
         return
-    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    sizes = derive_layout(spec.parallelism, spec.resources.gpus_per_node)
     yield from batch_problems(spec, sizes)
     yield from rollout_problems(spec, sizes, shape)

@@ -55,22 +55,22 @@ def _rollout_batch_problems(spec: Spec) -> Iterator[Problem]:
             f"change it to a divisor of {answers}",
         )
         return
-    given = spec.training.global_batch_size
-    if given is None:
+    batch_size = spec.training.global_batch_size
+    if batch_size is None:
         return
-    if answers % given:
+    if answers % batch_size:
         yield Problem(
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
-            f"the {answers} answers of a step ({product}) do not divide into updates of globalBatchSize {given}; "
+            f"the {answers} answers of a step ({product}) do not divide into updates of globalBatchSize {batch_size}; "
             f"change it to a divisor of {answers}, or remove it",
         )
-    elif grpo.updates_per_step is not None and answers // grpo.updates_per_step != given:
+    elif grpo.updates_per_step is not None and answers // grpo.updates_per_step != batch_size:
         yield Problem(
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
             f"updatesPerStep {grpo.updates_per_step} of {answers} answers ({product}) are updates of "
-            f"{answers // grpo.updates_per_step}, but globalBatchSize is {given}; remove one of the two",
+            f"{answers // grpo.updates_per_step}, but globalBatchSize is {batch_size}; remove one of the two",
         )
 
 
@@ -93,7 +93,7 @@ def _static_batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
             f"globalBatchSize {sequences} does not divide into microbatches of {micro} on {layout.data} data-parallel "
-            f"ranks; change it to {_multiples(sequences, share)}",
+            f"ranks; change it to {_nearest_multiples(sequences, share)}",
         )
         return
     microbatches = sequences // share
@@ -104,10 +104,10 @@ def _static_batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
             "spec.training.globalBatchSize",
             f"virtualPipeline {layout.virtual_pipeline} needs microbatches in multiples of pipeline "
             f"{layout.pipeline}, globalBatchSize {sequences} gives {microbatches}; change it to "
-            f"{_multiples(sequences, step)}, or remove virtualPipeline",
+            f"{_nearest_multiples(sequences, step)}, or remove virtualPipeline",
         )
 
 
-def _multiples(value: int, step: int) -> str:
+def _nearest_multiples(value: int, step: int) -> str:
     below, above = value // step * step, round_up(value, step)
     return f"{below} or {above}" if below else str(above)

@@ -88,7 +88,7 @@ DEFAULT_LIMITS = JobLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _NameReference:
     """One thing that a job names, and the field that names it."""
 
     path: str
@@ -96,131 +96,135 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Limited:
+class LimitedName:
     """One limit: `asked` are the names in a job, and `cel` is the list of them in `object`."""
 
     limit: str
     noun: str
-    asked: Callable[[Spec], Iterator[_Asked]]
+    references: Callable[[Spec], Iterator[_NameReference]]
     cel: str
 
     @property
-    def field(self) -> str:
+    def value_name(self) -> str:
         """The name of the limit in the chart's values."""
         return to_camel(self.limit)
 
 
 def limit_problems(spec: Spec, limits: JobLimits) -> Iterator[Problem]:
     """Everything that a job asks for beyond the limits."""
-    for limited in LIMITED:
+    for limited in LIMITED_NAMES:
         allowed: tuple[str, ...] | None = getattr(limits, limited.limit)
-        for asked in () if allowed is None else limited.asked(spec):
-            if not is_among(asked.name, allowed or ()):
-                yield Problem(Rule.LIMIT, asked.path, _refusal(limited, asked, allowed or ()))
-    for asked in _keys(spec):
-        if is_among(asked.name, limits.reserved):
-            message = f"the key {asked.name} is reserved here ({', '.join(limits.reserved)}); choose another"
-            yield Problem(Rule.LIMIT, asked.path, message)
+        for reference in () if allowed is None else limited.references(spec):
+            if not is_among(reference.name, allowed or ()):
+                yield Problem(Rule.LIMIT, reference.path, _refusal_message(limited, reference, allowed or ()))
+    for reference in _key_references(spec):
+        if is_among(reference.name, limits.reserved):
+            message = f"the key {reference.name} is reserved here ({', '.join(limits.reserved)}); choose another"
+            yield Problem(Rule.LIMIT, reference.path, message)
 
 
 def is_among(name: str, allowed: tuple[str, ...]) -> bool:
     """Return whether a name is one of those, or begins like one of those that end in a star."""
-    return any(_is_meant(name, given) for given in allowed)
+    return any(_is_match(name, pattern) for pattern in allowed)
 
 
-def _is_meant(name: str, given: str) -> bool:
-    if given == _PREFIXED:
+def _is_match(name: str, pattern: str) -> bool:
+    if pattern == _PREFIXED:
         # No value of a label has a slash.
         return "/" in name
-    return name.startswith(given[:-1]) if given.endswith("*") else name == given
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def _refusal(limited: Limited, asked: _Asked, allowed: tuple[str, ...]) -> str:
-    may = ", ".join(allowed) or "none"
+def _refusal_message(limited: LimitedName, reference: _NameReference, allowed: tuple[str, ...]) -> str:
+    allowed_text = ", ".join(allowed) or "none"
     return (
-        f"{limited.noun} {asked.name or 'without a name'} is beyond the limits of this installation, which "
-        f"allow {may}; remove it, or ask those who run the operator for limits.{limited.field}"
+        f"{limited.noun} {reference.name or 'without a name'} is beyond the limits of this installation, which "
+        f"allow {allowed_text}; remove it, or ask those who run the operator for limits.{limited.value_name}"
     )
 
 
-def _given(path: str, name: str | None) -> Iterator[_Asked]:
-    return iter(()) if name is None else iter((_Asked(path, name),))
+def _optional_reference(path: str, name: str | None) -> Iterator[_NameReference]:
+    return iter(()) if name is None else iter((_NameReference(path, name),))
 
 
-def _images(spec: Spec) -> Iterator[_Asked]:
-    yield from _given("spec.resources.image", spec.resources.image)
-    yield from _given("spec.resources.rolloutImage", spec.resources.rollout_image)
+def _image_references(spec: Spec) -> Iterator[_NameReference]:
+    yield from _optional_reference("spec.resources.image", spec.resources.image)
+    yield from _optional_reference("spec.resources.rolloutImage", spec.resources.rollout_image)
 
 
-def _secrets(spec: Spec) -> Iterator[_Asked]:
+def _secret_references(spec: Spec) -> Iterator[_NameReference]:
     resources = spec.resources
     for index, variable in enumerate(resources.env):
-        yield from _given(f"spec.resources.env[{index}]", None if variable.secret is None else variable.secret.name)
+        yield from _optional_reference(
+            f"spec.resources.env[{index}]", None if variable.secret is None else variable.secret.name
+        )
     for index, source in enumerate(resources.env_from):
-        yield from _given(f"spec.resources.envFrom[{index}]", source.secret)
+        yield from _optional_reference(f"spec.resources.envFrom[{index}]", source.secret)
     for index, name in enumerate(resources.image_pull_secrets):
-        yield _Asked(f"spec.resources.imagePullSecrets[{index}]", name)
+        yield _NameReference(f"spec.resources.imagePullSecrets[{index}]", name)
 
 
-def _config_maps(spec: Spec) -> Iterator[_Asked]:
+def _config_map_references(spec: Spec) -> Iterator[_NameReference]:
     for index, variable in enumerate(spec.resources.env):
-        found = None if variable.config_map is None else variable.config_map.name
-        yield from _given(f"spec.resources.env[{index}]", found)
+        config_map = None if variable.config_map is None else variable.config_map.name
+        yield from _optional_reference(f"spec.resources.env[{index}]", config_map)
     for index, source in enumerate(spec.resources.env_from):
-        yield from _given(f"spec.resources.envFrom[{index}]", source.config_map)
+        yield from _optional_reference(f"spec.resources.envFrom[{index}]", source.config_map)
 
 
-def _claims(spec: Spec) -> Iterator[_Asked]:
-    yield from _given("spec.storage.claimName", spec.storage.claim_name)
-    yield from (_Asked(path, claim) for path, claim in claims_of_sources(spec))
+def _claim_references(spec: Spec) -> Iterator[_NameReference]:
+    yield from _optional_reference("spec.storage.claimName", spec.storage.claim_name)
+    yield from (_NameReference(path, claim) for path, claim in claims_of_sources(spec))
 
 
-def _queues(spec: Spec) -> Iterator[_Asked]:
-    yield from _given("spec.lifecycle.queue", spec.lifecycle.queue)
-    yield from _of_keys(spec, _QUEUE_KEYS)
+def _queue_references(spec: Spec) -> Iterator[_NameReference]:
+    yield from _optional_reference("spec.lifecycle.queue", spec.lifecycle.queue)
+    yield from _references_under_keys(spec, _QUEUE_KEYS)
 
 
-def _networks(spec: Spec) -> Iterator[_Asked]:
+def _network_references(spec: Spec) -> Iterator[_NameReference]:
     rdma = spec.resources.rdma
     texts = (
-        *_given("spec.resources.rdma.networks", None if rdma is None else rdma.networks),
-        *_of_keys(spec, _NETWORK_KEYS),
+        *_optional_reference("spec.resources.rdma.networks", None if rdma is None else rdma.networks),
+        *_references_under_keys(spec, _NETWORK_KEYS),
     )
     for text in texts:
         # What is written as JSON begins with a bracket, as no name that can be allowed.
         names = (part.strip().partition("@")[0] for part in text.name.split(","))
-        yield from (_Asked(text.path, name) for name in names if name)
+        yield from (_NameReference(text.path, name) for name in names if name)
 
 
-def _tolerations(spec: Spec) -> Iterator[_Asked]:
+def _toleration_references(spec: Spec) -> Iterator[_NameReference]:
     for index, toleration in enumerate(spec.resources.tolerations):
-        yield _Asked(f"spec.resources.tolerations[{index}]", toleration.key or "")
+        yield _NameReference(f"spec.resources.tolerations[{index}]", toleration.key or "")
 
 
-def _extended_resources(spec: Spec) -> Iterator[_Asked]:
+def _extended_resource_references(spec: Spec) -> Iterator[_NameReference]:
     resources = spec.resources
     if resources.accelerator is not Accelerator.CPU:
-        yield _Asked("spec.resources.gpuResource", resources.gpu_resource)
-    yield from _given("spec.resources.rdma.resource", None if resources.rdma is None else resources.rdma.resource)
+        yield _NameReference("spec.resources.gpuResource", resources.gpu_resource)
+    yield from _optional_reference(
+        "spec.resources.rdma.resource", None if resources.rdma is None else resources.rdma.resource
+    )
 
 
-def _of_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_Asked]:
-    for name, texts in _texts(spec):
-        yield from (_Asked(f"spec.resources.{name}", texts[key]) for key in keys if key in texts)
+def _references_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
+    for name, texts in _pod_metadata(spec):
+        yield from (_NameReference(f"spec.resources.{name}", texts[key]) for key in keys if key in texts)
 
 
-def _keys(spec: Spec) -> Iterator[_Asked]:
-    for name, texts in _texts(spec):
-        yield from (_Asked(f"spec.resources.{name}", key) for key in texts)
+def _key_references(spec: Spec) -> Iterator[_NameReference]:
+    for name, texts in _pod_metadata(spec):
+        yield from (_NameReference(f"spec.resources.{name}", key) for key in texts)
 
 
-def _texts(spec: Spec) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _pod_metadata(spec: Spec) -> Iterator[tuple[str, Mapping[str, str]]]:
     yield "labels", spec.resources.labels
     yield "annotations", spec.resources.annotations
 
 
-def _pairs(name: str, texts: Mapping[str, str]) -> Iterator[_Asked]:
-    return (_Asked(f"spec.resources.{name}", f"{key}={value}") for key, value in texts.items())
+def _pair_references(name: str, texts: Mapping[str, str]) -> Iterator[_NameReference]:
+    return (_NameReference(f"spec.resources.{name}", f"{key}={value}") for key, value in texts.items())
 
 
 _QUEUE_KEYS = ("kueue.x-k8s.io/queue-name", "scheduling.volcano.sh/queue-name", "volcano.sh/queue-name")
@@ -229,113 +233,128 @@ _NETWORK_KEYS = ("k8s.v1.cni.cncf.io/networks", "v1.multus-cni.io/default-networ
 _PODS = "object.spec.resources"
 
 
-def _optional(path: str) -> str:
+def _optional_cel(path: str) -> str:
     """CEL of a field that may be absent, as a list."""
     return f"(has({path}) ? [{path}] : [])"
 
 
-def _chosen(items: str, path: str, name: str) -> str:
+def _filtered_cel(items: str, path: str, name: str) -> str:
     """CEL of what some items have at a path."""
     return f"{items}.filter(i, has(i.{path})).map(i, i.{name})"
 
 
-def _values(keys: tuple[str, ...]) -> str:
+def _values_cel(keys: tuple[str, ...]) -> str:
     """CEL of what labels and annotations hold under some keys."""
     return " + ".join(
         f"{list(keys)}.filter(k, k in {_PODS}.{name}).map(k, {_PODS}.{name}[k])" for name in ("labels", "annotations")
     )
 
 
-def _all_pairs(name: str) -> str:
+def _pairs_cel(name: str) -> str:
     return f"{_PODS}.{name}.map(k, k + '=' + {_PODS}.{name}[k])"
 
 
 _SOURCES = (
     "([object.spec.model.source] + object.spec.data.train.map(d, d.source) + object.spec.data.eval.map(d, d.source) + "
-    f"{_optional('object.spec.checkpoint.resumeFrom')})"
+    f"{_optional_cel('object.spec.checkpoint.resumeFrom')})"
 )
-_NETWORKS = f"(has({_PODS}.rdma) ? {_optional(f'{_PODS}.rdma.networks')} : []) + {_values(_NETWORK_KEYS)}"
+_NETWORKS = f"(has({_PODS}.rdma) ? {_optional_cel(f'{_PODS}.rdma.networks')} : []) + {_values_cel(_NETWORK_KEYS)}"
 
-LIMITED: tuple[Limited, ...] = (
-    Limited(
+LIMITED_NAMES: tuple[LimitedName, ...] = (
+    LimitedName(
         "service_accounts",
         "service account",
-        lambda spec: _given("spec.resources.serviceAccount", spec.resources.service_account),
-        _optional(f"{_PODS}.serviceAccount"),
+        lambda spec: _optional_reference("spec.resources.serviceAccount", spec.resources.service_account),
+        _optional_cel(f"{_PODS}.serviceAccount"),
     ),
-    Limited("images", "image", _images, f"{_optional(f'{_PODS}.image')} + {_optional(f'{_PODS}.rolloutImage')}"),
-    Limited(
+    LimitedName(
+        "images",
+        "image",
+        _image_references,
+        f"{_optional_cel(f'{_PODS}.image')} + {_optional_cel(f'{_PODS}.rolloutImage')}",
+    ),
+    LimitedName(
         "secrets",
         "Secret",
-        _secrets,
-        f"{_chosen(f'{_PODS}.env', 'secret', 'secret.name')} + {_chosen(f'{_PODS}.envFrom', 'secret', 'secret')} + "
+        _secret_references,
+        f"{_filtered_cel(f'{_PODS}.env', 'secret', 'secret.name')} + "
+        f"{_filtered_cel(f'{_PODS}.envFrom', 'secret', 'secret')} + "
         f"{_PODS}.imagePullSecrets",
     ),
-    Limited(
+    LimitedName(
         "config_maps",
         "ConfigMap",
-        _config_maps,
-        f"{_chosen(f'{_PODS}.env', 'configMap', 'configMap.name')} + "
-        f"{_chosen(f'{_PODS}.envFrom', 'configMap', 'configMap')}",
+        _config_map_references,
+        f"{_filtered_cel(f'{_PODS}.env', 'configMap', 'configMap.name')} + "
+        f"{_filtered_cel(f'{_PODS}.envFrom', 'configMap', 'configMap')}",
     ),
-    Limited(
+    LimitedName(
         "claims",
         "claim",
-        _claims,
-        f"{_optional('object.spec.storage.claimName')} + "
+        _claim_references,
+        f"{_optional_cel('object.spec.storage.claimName')} + "
         f"{_SOURCES}.filter(s, s.startsWith('{SCHEME}')).map(s, s.substring({len(SCHEME)}).split('/')[0])",
     ),
-    Limited(
+    LimitedName(
         "storage_classes",
         "storage class",
-        lambda spec: _given("spec.storage.storageClass", spec.storage.storage_class),
-        _optional("object.spec.storage.storageClass"),
+        lambda spec: _optional_reference("spec.storage.storageClass", spec.storage.storage_class),
+        _optional_cel("object.spec.storage.storageClass"),
     ),
-    Limited(
+    LimitedName(
         "priority_classes",
         "priority class",
-        lambda spec: _given("spec.resources.priorityClassName", spec.resources.priority_class_name),
-        _optional(f"{_PODS}.priorityClassName"),
+        lambda spec: _optional_reference("spec.resources.priorityClassName", spec.resources.priority_class_name),
+        _optional_cel(f"{_PODS}.priorityClassName"),
     ),
-    Limited(
+    LimitedName(
         "runtime_classes",
         "runtime class",
-        lambda spec: _given("spec.resources.runtimeClassName", spec.resources.runtime_class_name),
-        _optional(f"{_PODS}.runtimeClassName"),
+        lambda spec: _optional_reference("spec.resources.runtimeClassName", spec.resources.runtime_class_name),
+        _optional_cel(f"{_PODS}.runtimeClassName"),
     ),
-    Limited(
+    LimitedName(
         "schedulers",
         "scheduler",
-        lambda spec: _given("spec.resources.schedulerName", spec.resources.scheduler_name),
-        _optional(f"{_PODS}.schedulerName"),
+        lambda spec: _optional_reference("spec.resources.schedulerName", spec.resources.scheduler_name),
+        _optional_cel(f"{_PODS}.schedulerName"),
     ),
-    Limited("queues", "queue", _queues, f"{_optional('object.spec.lifecycle.queue')} + {_values(_QUEUE_KEYS)}"),
-    Limited(
+    LimitedName(
+        "queues",
+        "queue",
+        _queue_references,
+        f"{_optional_cel('object.spec.lifecycle.queue')} + {_values_cel(_QUEUE_KEYS)}",
+    ),
+    LimitedName(
         "networks",
         "network",
-        _networks,
+        _network_references,
         f"({_NETWORKS}).join(',').split(',').map(n, n.trim().split('@')[0]).filter(n, n != '')",
     ),
-    Limited("tolerations", "toleration", _tolerations, f"{_PODS}.tolerations.map(t, has(t.key) ? t.key : '')"),
-    Limited(
+    LimitedName(
+        "tolerations", "toleration", _toleration_references, f"{_PODS}.tolerations.map(t, has(t.key) ? t.key : '')"
+    ),
+    LimitedName(
         "extended_resources",
         "extended resource",
-        _extended_resources,
+        _extended_resource_references,
         f"({_PODS}.accelerator == '{Accelerator.CPU}' ? [] : [{_PODS}.gpuResource]) + "
         f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : [])",
     ),
-    Limited(
+    LimitedName(
         "node_selectors",
         "node selector",
-        lambda spec: _pairs("nodeSelector", spec.resources.node_selector),
-        _all_pairs("nodeSelector"),
+        lambda spec: _pair_references("nodeSelector", spec.resources.node_selector),
+        _pairs_cel("nodeSelector"),
     ),
-    Limited("labels", "label", lambda spec: _pairs("labels", spec.resources.labels), _all_pairs("labels")),
-    Limited(
+    LimitedName(
+        "labels", "label", lambda spec: _pair_references("labels", spec.resources.labels), _pairs_cel("labels")
+    ),
+    LimitedName(
         "annotations",
         "annotation",
-        lambda spec: _pairs("annotations", spec.resources.annotations),
-        _all_pairs("annotations"),
+        lambda spec: _pair_references("annotations", spec.resources.annotations),
+        _pairs_cel("annotations"),
     ),
 )
 _KEYS = f"{_PODS}.labels.map(k, k) + {_PODS}.annotations.map(k, k)"
@@ -343,5 +362,5 @@ _KEYS = f"{_PODS}.labels.map(k, k) + {_PODS}.annotations.map(k, k)"
 
 def limits_in_cel() -> JsonValue:
     """Return the places of names in a job, by limit as the chart calls it, for its ValidatingAdmissionPolicy."""
-    limits: JsonValue = {limited.field: {"noun": limited.noun, "asked": limited.cel} for limited in LIMITED}
+    limits: JsonValue = {limited.value_name: {"noun": limited.noun, "asked": limited.cel} for limited in LIMITED_NAMES}
     return {"limits": limits, "reserved": _KEYS}

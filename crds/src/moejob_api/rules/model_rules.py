@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
-from moejob_api.job.moe import Balancing
+from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.training import Lora, LoraTarget, RecomputeGranularity, RecomputeModule
-from moejob_api.layout.sizes import expert_tensor
-from moejob_api.layout.stages import StageSplit, layers_per_stage, stage_splits, stages
+from moejob_api.layout.sizes import expert_tensor_size
+from moejob_api.layout.stages import StageSplit, layers_per_stage, pipeline_stages, stage_splits
 from moejob_api.models.shape import (
     Attention,
     DenseMLP,
@@ -27,17 +27,17 @@ from moejob_api.problems import Problem, Rule
 def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
     """Every way in which the spec does not suit the model."""
     if shape.family in UNTRAINED_FAMILIES:
-        known = ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)
+        families = ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)
         yield Problem(
             Rule.MODEL_FAMILY,
             "spec.model.source",
-            f"{UNTRAINED_FAMILIES[shape.family]}; use a model whose model_type is one of {known}, or add them as "
+            f"{UNTRAINED_FAMILIES[shape.family]}; use a model whose model_type is one of {families}, or add them as "
             "docs/add-a-model.md says",
         )
     yield from _layer_problems(spec, shape)
-    for attention in shape.attentions():
+    for attention in shape.attention_kinds():
         yield from _head_problems(spec, attention)
-    for mlp in shape.mlps():
+    for mlp in shape.mlp_kinds():
         yield from _width_problems(spec, mlp)
     yield from _expert_problems(spec, shape)
     yield from _routing_problems(spec, shape)
@@ -48,22 +48,24 @@ def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
 
 def _layer_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
     sizes, layers = spec.parallelism, len(shape.layers)
-    if stages(sizes, layers) is not None:
+    if pipeline_stages(sizes, layers) is not None:
         return
     chunks = sizes.virtual_pipeline or 1
     counts = layers_per_stage(sizes, layers)
     if counts is None or chunks == 1:
         extra = sizes.embedding_counts_as_layer + sizes.loss_counts_as_layer
-        what = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "") + _ends(spec)
+        what = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "") + _ends_text(spec)
         problem = f"{what} do not divide over {sizes.pipeline} pipeline stages"
     else:
-        problem = f"virtualPipeline {chunks} does not divide stages of {_distinct(counts)} layers into equal chunks"
+        problem = (
+            f"virtualPipeline {chunks} does not divide stages of {_distinct_counts(counts)} layers into equal chunks"
+        )
     yield Problem(
         Rule.LAYERS, "spec.parallelism.pipeline", f"{problem}; {_split_advice(layers, sizes.pipeline, chunks)}"
     )
 
 
-def _ends(spec: Spec) -> str:
+def _ends_text(spec: Spec) -> str:
     named = (
         ("firstStageLayers", spec.parallelism.first_stage_layers),
         ("lastStageLayers", spec.parallelism.last_stage_layers),
@@ -72,7 +74,7 @@ def _ends(spec: Spec) -> str:
     return f" with {text}" if text else ""
 
 
-def _distinct(counts: tuple[int, ...]) -> str:
+def _distinct_counts(counts: tuple[int, ...]) -> str:
     return " and ".join(str(count) for count in sorted(set(counts)))
 
 
@@ -110,20 +112,24 @@ def _head_problems(spec: Spec, attention: Attention) -> Iterator[Problem]:
     tensor = spec.parallelism.tensor
     match attention:
         case GroupedAttention():
-            yield from _divides(Rule.HEADS, "tensor", tensor, attention.heads, "attention heads")
+            yield from _division_problems(Rule.HEADS, "tensor", tensor, attention.heads, "attention heads")
             groups = attention.key_value_heads
             if groups % tensor and tensor % groups:
                 yield Problem(
                     Rule.KEY_VALUE_HEADS,
                     "spec.parallelism.tensor",
                     f"tensor {tensor} is neither a divisor nor a multiple of the model's {groups} key-value heads; "
-                    f"change tensor to {_nearest(groups, tensor)}",
+                    f"change tensor to {_nearest_divisors(groups, tensor)}",
                 )
         case LatentAttention():
-            yield from _divides(Rule.HEADS, "tensor", tensor, attention.heads, "attention heads")
+            yield from _division_problems(Rule.HEADS, "tensor", tensor, attention.heads, "attention heads")
         case LinearAttention():
-            yield from _divides(Rule.HEADS, "tensor", tensor, attention.key_heads, "linear-attention key heads")
-            yield from _divides(Rule.HEADS, "tensor", tensor, attention.value_heads, "linear-attention value heads")
+            yield from _division_problems(
+                Rule.HEADS, "tensor", tensor, attention.key_heads, "linear-attention key heads"
+            )
+            yield from _division_problems(
+                Rule.HEADS, "tensor", tensor, attention.value_heads, "linear-attention value heads"
+            )
             if spec.parallelism.context > 1:
                 yield Problem(
                     Rule.SEQUENCE_LENGTH,
@@ -137,13 +143,13 @@ def _width_problems(spec: Spec, mlp: DenseMLP | Experts) -> Iterator[Problem]:
     tensor = spec.parallelism.tensor
     match mlp:
         case DenseMLP():
-            yield from _divides(Rule.WIDTH, "tensor", tensor, mlp.intermediate, "feed-forward columns")
+            yield from _division_problems(Rule.WIDTH, "tensor", tensor, mlp.intermediate, "feed-forward columns")
         case Experts():
-            shared = expert_tensor(spec.parallelism)
+            shared = expert_tensor_size(spec.parallelism)
             path = "tensor" if shared == tensor else "expertTensor"
-            yield from _divides(Rule.WIDTH, path, shared, mlp.intermediate, "columns of an expert")
+            yield from _division_problems(Rule.WIDTH, path, shared, mlp.intermediate, "columns of an expert")
             if mlp.shared_intermediate:
-                yield from _divides(
+                yield from _division_problems(
                     Rule.WIDTH, "tensor", tensor, mlp.shared_intermediate, "columns of the shared expert"
                 )
             if mlp.bias and shared > 1:
@@ -165,7 +171,7 @@ def _expert_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
                 f"{shape.family} has no experts to spread over expert {size}; set expert to 1 and raise data instead",
             )
         return
-    yield from _divides(Rule.EXPERTS, "expert", size, experts.count, "experts")
+    yield from _division_problems(Rule.EXPERTS, "expert", size, experts.count, "experts")
 
 
 def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
@@ -186,7 +192,7 @@ def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
                 f"routingReplay trains on the experts that the engine chose, and {shape.family} has none; remove it",
             )
         return
-    if spec.moe.balancing is Balancing.EXPERT_BIAS and not experts.sigmoid_scores:
+    if spec.moe.balancing is BalancingMethod.EXPERT_BIAS and not experts.sigmoid_scores:
         yield Problem(
             Rule.ROUTING,
             "spec.moe.balancing",
@@ -198,7 +204,7 @@ def _recompute_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
     recompute, path = spec.training.recompute, "spec.training.recompute"
     if recompute.granularity is RecomputeGranularity.SELECTIVE:
         for module in recompute.modules:
-            if not _has(shape, module):
+            if not _has_module(shape, module):
                 yield Problem(
                     Rule.RECOMPUTE,
                     f"{path}.modules",
@@ -215,14 +221,14 @@ def _recompute_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         )
 
 
-def _has(shape: ModelShape, module: RecomputeModule) -> bool:
+def _has_module(shape: ModelShape, module: RecomputeModule) -> bool:
     match module:
         case RecomputeModule.CORE_ATTENTION | RecomputeModule.NORMS:
             return True
         case RecomputeModule.LATENT_UP_PROJECTION:
-            return any(isinstance(attention, LatentAttention) for attention in shape.attentions())
+            return any(isinstance(attention, LatentAttention) for attention in shape.attention_kinds())
         case RecomputeModule.MLP:
-            return any(isinstance(mlp, DenseMLP) for mlp in shape.mlps())
+            return any(isinstance(mlp, DenseMLP) for mlp in shape.mlp_kinds())
         case RecomputeModule.EXPERTS | RecomputeModule.EXPERT_INPUT | RecomputeModule.EXPERT_ACTIVATION:
             return shape.experts is not None
         case RecomputeModule.SHARED_EXPERTS:
@@ -254,7 +260,7 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
     # An adapter's inner dimension is divided like the matrix it sits on.
     splits = {"tensor": spec.parallelism.tensor}
     if of_experts:
-        splits["expertTensor"] = expert_tensor(spec.parallelism)
+        splits["expertTensor"] = expert_tensor_size(spec.parallelism)
     for name, size in splits.items():
         if lora.rank % size:
             yield Problem(
@@ -270,18 +276,18 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
         )
 
 
-def _divides(rule: Rule, name: str, size: int, whole: int, what: str) -> Iterator[Problem]:
-    if whole % size == 0:
+def _division_problems(rule: Rule, name: str, size: int, total: int, what: str) -> Iterator[Problem]:
+    if total % size == 0:
         return
     yield Problem(
         rule,
         f"spec.parallelism.{name}",
-        f"{name} {size} does not divide the model's {whole} {what}; change {name} to {_nearest(whole, size)}",
+        f"{name} {size} does not divide the model's {total} {what}; change {name} to {_nearest_divisors(total, size)}",
     )
 
 
-def _nearest(whole: int, size: int) -> str:
+def _nearest_divisors(total: int, size: int) -> str:
     """The divisors of whole next to size."""
-    below = [d for d in divisors(whole) if d < size][-1:]
-    above = [d for d in divisors(whole) if d > size][:1]
+    below = [d for d in divisors(total) if d < size][-1:]
+    above = [d for d in divisors(total) if d > size][:1]
     return " or ".join(str(d) for d in (*below, *above))

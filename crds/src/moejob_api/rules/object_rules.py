@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from moejob_api.derived import multiplies_float8
+from moejob_api.derived import has_float8_products
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.evaluations import prompt_sets
-from moejob_api.job.grpo import BuiltInReward, LossAggregation, MismatchMode, Placement, Sync
-from moejob_api.job.lifecycle import Gang
+from moejob_api.job.grpo import BuiltInReward, LossAggregation, MismatchMode, RolloutPlacement, WeightTransport
+from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.job.model import DataFormat, DataShape
-from moejob_api.job.moe import Dispatcher
+from moejob_api.job.moe import DispatcherKind
 from moejob_api.job.parallelism import ExpertLayout
 from moejob_api.job.resources import Accelerator, GpuType, TolerationOperator
-from moejob_api.job.storage import Resume
+from moejob_api.job.storage import ResumeMode
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
-from moejob_api.layout.sizes import gpus
+from moejob_api.layout.sizes import count_gpus
 from moejob_api.problems import Problem, Rule
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
@@ -71,7 +71,7 @@ def _grpo_section(spec: Spec) -> Complaint:
     return "the grpo section has no meaning for method SFT; remove it or set method to GRPO"
 
 
-def _global_batch_given(spec: Spec) -> Complaint:
+def _required_global_batch(spec: Spec) -> Complaint:
     if spec.method is Method.GRPO or spec.training.global_batch_size is not None:
         return None
     return "SFT needs globalBatchSize, the sequences of one optimizer update over all GPUs; 64 is a common start"
@@ -131,7 +131,7 @@ def _dropout_of_answers(spec: Spec) -> Complaint:
 
 
 def _separate_offload(spec: Spec) -> Complaint:
-    if spec.grpo is None or spec.grpo.rollout.placement is Placement.COLOCATED:
+    if spec.grpo is None or spec.grpo.rollout.placement is RolloutPlacement.COLOCATED:
         return None
     if not (spec.memory.offload_parameters or spec.memory.offload_gradients):
         return None
@@ -147,8 +147,8 @@ def _separate_offload(spec: Spec) -> Complaint:
 def _one_length(spec: Spec) -> Complaint:
     if (spec.training.max_steps is None) != (spec.training.epochs is None):
         return None
-    given = "neither" if spec.training.max_steps is None else "both"
-    return f"exactly one of maxSteps and epochs is needed, {given} is given"
+    number_given = "neither" if spec.training.max_steps is None else "both"
+    return f"exactly one of maxSteps and epochs is needed, {number_given} is given"
 
 
 def _one_microbatch_rule(spec: Spec) -> Complaint:
@@ -233,7 +233,7 @@ def _profiled_steps(spec: Spec) -> Complaint:
 
 
 def _profiled_ranks(spec: Spec) -> Complaint:
-    profile, count = spec.training.profile, gpus(spec.parallelism)
+    profile, count = spec.training.profile, count_gpus(spec.parallelism)
     if profile is None or max(profile.ranks) < count:
         return None
     return f"ranks name rank {max(profile.ranks)}, and parallelism has ranks 0 to {count - 1}; remove it"
@@ -258,8 +258,8 @@ def _precision_of_gradients(spec: Spec) -> Complaint:
     return None
 
 
-def _float8(spec: Spec) -> Complaint:
-    if not multiplies_float8(spec):
+def _float8_products(spec: Spec) -> Complaint:
+    if not has_float8_products(spec):
         return None
     if spec.method is not Method.SFT:
         return (
@@ -280,9 +280,11 @@ def _float8(spec: Spec) -> Complaint:
 
 def _one_reward_source(spec: Spec) -> Complaint:
     for index, reward in enumerate(spec.grpo.rewards if spec.grpo else ()):
-        given = [name for name in ("name", "module", "url") if getattr(reward, name) is not None]
-        if len(given) != 1:
-            return f"reward {index} has {' and '.join(given) or 'no source'}; give exactly one of name, module and url"
+        sources = [name for name in ("name", "module", "url") if getattr(reward, name) is not None]
+        if len(sources) != 1:
+            return (
+                f"reward {index} has {' and '.join(sources) or 'no source'}; give exactly one of name, module and url"
+            )
     return None
 
 
@@ -299,12 +301,12 @@ def _reward_pattern(spec: Spec) -> Complaint:
 def _reward_headers(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.resources.env_from:
         return None
-    known = {variable.name for variable in spec.resources.env}
+    variables = {variable.name for variable in spec.resources.env}
     for index, reward in enumerate(spec.grpo.rewards):
-        for given in reward.headers_from:
-            if given.variable not in known:
+        for header in reward.headers_from:
+            if header.variable not in variables:
                 return (
-                    f"reward {index} takes header {given.header} from the variable {given.variable}, which "
+                    f"reward {index} takes header {header.header} from the variable {header.variable}, which "
                     "resources.env does not have; add it there, with a key of a Secret as its source"
                 )
     return None
@@ -322,15 +324,16 @@ def _penalty_within_answer(spec: Spec) -> Complaint:
 def _whole_groups(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.grpo.loss_aggregation is not LossAggregation.GROUP:
         return None
-    grpo, given = spec.grpo, spec.training.global_batch_size
+    grpo, batch_size = spec.grpo, spec.training.global_batch_size
     if grpo.updates_per_step is not None and grpo.prompts_per_step % grpo.updates_per_step:
         return (
             f"lossAggregation Group averages over groups, and updatesPerStep {grpo.updates_per_step} would cut some of "
             f"promptsPerStep {grpo.prompts_per_step} in two; change it to a divisor of {grpo.prompts_per_step}"
         )
-    if given is not None and given % grpo.group_size:
+    if batch_size is not None and batch_size % grpo.group_size:
         return (
-            f"lossAggregation Group averages over groups, and updates of globalBatchSize {given} would cut groups of "
+            f"lossAggregation Group averages over groups, and updates of globalBatchSize {batch_size} would cut "
+            "groups of "
             f"{grpo.group_size} in two; change it to a multiple of {grpo.group_size}"
         )
     return None
@@ -356,7 +359,7 @@ def _mismatch_minimum(spec: Spec) -> Complaint:
     return f"minimum {mismatch.minimum} is not below maximum {mismatch.maximum}, so every weight would be masked"
 
 
-def _staleness(spec: Spec) -> Complaint:
+def _supported_staleness(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.grpo.rollout.staleness == 0:
         return None
     return (
@@ -398,7 +401,7 @@ def _room_for_eval_prompts(spec: Spec) -> Complaint:
 def _rollout_replicas(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.grpo.rollout.replicas is None:
         return None
-    if spec.grpo.rollout.placement is Placement.SEPARATE:
+    if spec.grpo.rollout.placement is RolloutPlacement.SEPARATE:
         return None
     return "replicas is for placement Separate; colocated engines follow from the trainer's GPUs: remove it"
 
@@ -407,11 +410,11 @@ def _rollout_sync(spec: Spec) -> Complaint:
     if spec.grpo is None:
         return None
     rollout = spec.grpo.rollout
-    if rollout.sync is Sync.IPC and rollout.placement is Placement.SEPARATE:
+    if rollout.sync is WeightTransport.IPC and rollout.placement is RolloutPlacement.SEPARATE:
         return "sync IPC shares memory of one GPU and cannot reach separate pods; use NCCL or Auto"
-    if rollout.sync is Sync.NCCL and rollout.placement is Placement.COLOCATED:
+    if rollout.sync is WeightTransport.NCCL and rollout.placement is RolloutPlacement.COLOCATED:
         return "sync NCCL cannot join two processes on one GPU; colocated engines use IPC: set IPC or Auto"
-    if rollout.sync in (Sync.IPC, Sync.NCCL) and spec.resources.accelerator is Accelerator.CPU:
+    if rollout.sync in (WeightTransport.IPC, WeightTransport.NCCL) and spec.resources.accelerator is Accelerator.CPU:
         return f"sync {rollout.sync} needs GPUs; on CPU use Gloo, Disk or Auto"
     return None
 
@@ -430,16 +433,16 @@ def _replay_of_all_choices(spec: Spec) -> Complaint:
 
 
 def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
-    if spec.moe.dispatcher is Dispatcher.ALL_GATHER and spec.training.dynamic_batch_tokens is not None:
+    if spec.moe.dispatcher is DispatcherKind.ALL_GATHER and spec.training.dynamic_batch_tokens is not None:
         return (
             "dispatcher AllGather needs microbatches of one length, dynamicBatchTokens makes them differ; use AllToAll"
         )
     return None
 
 
-def _fully_sharded(spec: Spec) -> Complaint:
+def _sharding_conflicts(spec: Spec) -> Complaint:
     sharding = spec.memory.sharding
-    if not sharding.divides_weights:
+    if not sharding.has_weight_shards:
         return None
     if spec.parallelism.pipeline > 1:
         return (
@@ -484,7 +487,7 @@ def _one_checkpoint_rhythm(spec: Spec) -> Complaint:
 
 
 def _run_to_go_on_with(spec: Spec) -> Complaint:
-    if spec.checkpoint.resume is Resume.WEIGHTS or spec.checkpoint.resume_from is not None:
+    if spec.checkpoint.resume is ResumeMode.WEIGHTS or spec.checkpoint.resume_from is not None:
         return None
     return "resume Run goes on with another job's run, and resumeFrom names none; name it, or leave out resume"
 
@@ -492,8 +495,8 @@ def _run_to_go_on_with(spec: Spec) -> Complaint:
 def _one_volume(spec: Spec) -> Complaint:
     if (spec.storage.claim_name is None) != (spec.storage.size is None):
         return None
-    given = "neither" if spec.storage.size is None else "both"
-    return f"exactly one of claimName (an existing claim) and size (a new one) is needed, {given} is given"
+    number_given = "neither" if spec.storage.size is None else "both"
+    return f"exactly one of claimName (an existing claim) and size (a new one) is needed, {number_given} is given"
 
 
 # --- resources and lifecycle ----------------------------------------------------------------------------------------
@@ -519,17 +522,17 @@ def _cpu_without_gpu_settings(spec: Spec) -> Complaint:
 
 
 def _one_value_per_variable(spec: Spec) -> Complaint:
-    seen: set[str] = set()
+    names: set[str] = set()
     for variable in spec.resources.env:
-        given = [v for v in (variable.value, variable.secret, variable.config_map) if v is not None]
-        if len(given) != 1:
-            return f"variable {variable.name} needs exactly one of value, secret and configMap, {len(given)} are given"
+        values = [v for v in (variable.value, variable.secret, variable.config_map) if v is not None]
+        if len(values) != 1:
+            return f"variable {variable.name} needs exactly one of value, secret and configMap, {len(values)} are given"
         if variable.name.startswith("MOEJOB_"):
             return f"variable {variable.name} is set by moejob itself; choose another name"
         # The API server says this of itself: the list is keyed by name.
-        if variable.name in seen:
+        if variable.name in names:
             return f"variable {variable.name} is given twice; keep one"
-        seen.add(variable.name)
+        names.add(variable.name)
     return None
 
 
@@ -551,9 +554,9 @@ def _toleration_values(spec: Spec) -> Complaint:
 
 def _queue_of_gang(spec: Spec) -> Complaint:
     gang, queue = spec.lifecycle.gang, spec.lifecycle.queue
-    if gang is Gang.KUEUE and queue is None:
+    if gang is GangScheduler.KUEUE and queue is None:
         return "gang Kueue needs the name of its LocalQueue; set queue"
-    if queue is not None and gang not in (Gang.AUTO, Gang.KUEUE, Gang.VOLCANO):
+    if queue is not None and gang not in (GangScheduler.AUTO, GangScheduler.KUEUE, GangScheduler.VOLCANO):
         return f"gang {gang} has no queues; remove queue {queue!r} or use Kueue or Volcano"
     return None
 
@@ -571,14 +574,14 @@ def _product_text(spec: Spec) -> str:
 
 
 def _gpu_count(spec: Spec) -> Complaint:
-    count = gpus(spec.parallelism)
+    count = count_gpus(spec.parallelism)
     if count <= MAX_GPUS:
         return None
     return f"parallelism needs {count} GPUs ({_product_text(spec)}), more than the {MAX_GPUS} that moejob plans for"
 
 
 def _whole_nodes(spec: Spec) -> Complaint:
-    count, per_node = gpus(spec.parallelism), spec.resources.gpus_per_node
+    count, per_node = count_gpus(spec.parallelism), spec.resources.gpus_per_node
     if count > MAX_GPUS or count <= per_node or count % per_node == 0:
         return None
     below, above = count // per_node * per_node, -(-count // per_node) * per_node
@@ -589,7 +592,7 @@ def _whole_nodes(spec: Spec) -> Complaint:
 
 
 def _tensor_in_node(spec: Spec) -> Complaint:
-    count = gpus(spec.parallelism)
+    count = count_gpus(spec.parallelism)
     per_pod = min(count, spec.resources.gpus_per_node)
     if count > MAX_GPUS or per_pod % spec.parallelism.tensor == 0:
         return None
@@ -670,7 +673,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.METHOD,
         "spec.training.globalBatchSize",
-        _global_batch_given,
+        _required_global_batch,
         f"{_IS_GRPO} || has(self.training.globalBatchSize)",
         "SFT needs globalBatchSize",
     ),
@@ -816,7 +819,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.CONFLICT,
         "spec.training.precision.compute",
-        _float8,
+        _float8_products,
         f"!has(self.training.precision.compute) || (!({_IS_GRPO}) && self.model.dtype == 'bfloat16' && "
         "!self.training.deterministic && !(has(self.resources.gpuType) && self.resources.gpuType == 'A100'))",
         "FP8 is for SFT with model.dtype bfloat16, without deterministic, on H100 or later",
@@ -882,7 +885,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.ROLLOUT,
         "spec.grpo.rollout.staleness",
-        _staleness,
+        _supported_staleness,
         "self.rollout.staleness == 0",
         "staleness is 0 in this version",
         on="spec.grpo",
@@ -944,7 +947,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.SHARDING,
         "spec.memory.sharding",
-        _fully_sharded,
+        _sharding_conflicts,
         "self.memory.sharding == 'DistributedOptimizer' || (self.parallelism.pipeline == 1 && "
         "self.memory.offloadOptimizer == 0.0)",
         "ZeRO2 and FSDP do not combine with pipeline or offloadOptimizer",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
-from moejob_api.job.grpo import Grpo, Placement
+from moejob_api.job.grpo import Grpo, RolloutPlacement
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import Experts, Family, GroupedAttention, LatentAttention, ModelShape
@@ -28,7 +28,7 @@ def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> It
 def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
     tensor, path = grpo.rollout.tensor, "spec.grpo.rollout.tensor"
     match grpo.rollout.placement:
-        case Placement.COLOCATED:
+        case RolloutPlacement.COLOCATED:
             if layout.gpus_per_pod % tensor:
                 fitting = max(d for d in divisors(layout.gpus_per_pod) if d <= tensor)
                 yield Problem(
@@ -37,7 +37,7 @@ def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
                     f"engines of {tensor} GPUs do not fill pods of {layout.gpus_per_pod} GPUs; change tensor to "
                     f"{fitting}",
                 )
-        case Placement.SEPARATE:
+        case RolloutPlacement.SEPARATE:
             if tensor > spec.resources.gpus_per_node:
                 yield Problem(
                     Rule.ROLLOUT,
@@ -47,29 +47,29 @@ def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
                 )
 
 
-def divides_model(shape: ModelShape, tensor: int) -> bool:
+def can_divide_model(shape: ModelShape, tensor: int) -> bool:
     """Return whether an engine of this many GPUs can divide the model."""
-    return all(whole % tensor == 0 for whole, _ in _wholes(shape))
+    return all(size % tensor == 0 for size, _ in _divided_sizes(shape))
 
 
-def _wholes(shape: ModelShape) -> Iterator[tuple[int, str]]:
+def _divided_sizes(shape: ModelShape) -> Iterator[tuple[int, str]]:
     """Yield the sizes that an engine divides over its GPUs, and their names."""
-    for attention in shape.attentions():
+    for attention in shape.attention_kinds():
         if isinstance(attention, (GroupedAttention, LatentAttention)):
             yield attention.heads, "attention heads"
-    for mlp in shape.mlps():
+    for mlp in shape.mlp_kinds():
         yield mlp.intermediate, "columns of an expert" if isinstance(mlp, Experts) else "feed-forward columns"
 
 
 def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
     tensor = grpo.rollout.tensor
-    for whole, what in _wholes(shape):
-        if whole % tensor:
-            fitting = max(d for d in divisors(whole) if d <= tensor)
+    for size, what in _divided_sizes(shape):
+        if size % tensor:
+            fitting = max(d for d in divisors(size) if d <= tensor)
             yield Problem(
                 Rule.ROLLOUT,
                 "spec.grpo.rollout.tensor",
-                f"an engine of {tensor} GPUs cannot divide the model's {whole} {what}; change tensor to {fitting}",
+                f"an engine of {tensor} GPUs cannot divide the model's {size} {what}; change tensor to {fitting}",
             )
 
 
@@ -81,7 +81,7 @@ def _cpu_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
 
 def _cpu_refusals(grpo: Grpo, shape: ModelShape) -> Iterator[str]:
     columns, experts = CPU_ENGINE_COLUMNS, shape.experts
-    for attention in shape.attentions():
+    for attention in shape.attention_kinds():
         if (
             isinstance(attention, LatentAttention)
             and attention.key_value_rank + attention.rope_dim != CPU_ENGINE_LATENT

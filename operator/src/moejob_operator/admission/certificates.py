@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moejob_operator.cluster import Raw
-from moejob_operator.kube_api.api_client import Absent, ApiClient
+from moejob_operator.kube_api.api_client import ApiClient, NotFound
 from moejob_operator.logs import Log
 
 log = Log(__name__)
@@ -44,7 +44,7 @@ class KeyPair:
     authority: bytes
 
     @property
-    def ends(self) -> datetime:
+    def ends_at(self) -> datetime:
         """Return when it becomes invalid."""
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc
 
@@ -59,28 +59,28 @@ class KeyPair:
         return tuple(names.value.get_values_for_type(x509.DNSName))
 
 
-def hosts_of(service: str, namespace: str) -> tuple[str, ...]:
+def service_hosts(service: str, namespace: str) -> tuple[str, ...]:
     """The names by which an API server reaches a service; it uses the first."""
     return (f"{service}.{namespace}.svc", f"{service}.{namespace}.svc.cluster.local", f"{service}.{namespace}")
 
 
-def made(hosts: tuple[str, ...], now: datetime) -> KeyPair:
+def make_pair(hosts: tuple[str, ...], now: datetime) -> KeyPair:
     """A new certificate for these names, signed by a new authority whose key is not kept."""
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"moejob webhook authority {now:%Y-%m-%d}")])
     authority = (
-        _builder(name, name, authority_key.public_key(), now)
+        _certificate_builder(name, name, authority_key.public_key(), now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
     # A common name has room for 64 characters; clients check the alternative names.
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "moejob webhook")])
     certificate = (
-        _builder(subject, name, key.public_key(), now)
+        _certificate_builder(subject, name, key.public_key(), now)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts]), critical=False)
-        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
         .sign(authority_key, hashes.SHA256())
@@ -94,10 +94,10 @@ def made(hosts: tuple[str, ...], now: datetime) -> KeyPair:
 
 def is_fit(pair: KeyPair | None, hosts: tuple[str, ...], now: datetime) -> bool:
     """Return whether a pair can stay: it is for these names, will not end soon, and its authority has signed it."""
-    return pair is not None and set(hosts) <= set(pair.hosts) and now < pair.ends - RENEWAL and _is_signed(pair)
+    return pair is not None and set(hosts) <= set(pair.hosts) and now < pair.ends_at - RENEWAL and _is_signed(pair)
 
 
-def pair_of(secret: Raw) -> KeyPair | None:
+def read_pair(secret: Raw) -> KeyPair | None:
     """Return the pair in a Secret of type kubernetes.io/tls; None when it holds no certificate with its key."""
     data = secret.get("data") or {}
     try:
@@ -111,7 +111,7 @@ def pair_of(secret: Raw) -> KeyPair | None:
     return pair if certificate.public_key() == key.public_key() else None
 
 
-def first_of(bundle: bytes) -> bytes:
+def newest_authority(bundle: bytes) -> bytes:
     """Return the newest authority of a bundle, which stands first; empty when none can be read."""
     certificates = _authorities(bundle)
     return certificates[0].public_bytes(serialization.Encoding.PEM) if certificates else b""
@@ -126,10 +126,10 @@ def _authorities(bundle: bytes) -> list[x509.Certificate]:
 
 def _is_signed(pair: KeyPair) -> bool:
     certificate = x509.load_pem_x509_certificate(pair.certificate)
-    return any(_signed(certificate, authority) for authority in _authorities(pair.authority))
+    return any(_has_signed(certificate, authority) for authority in _authorities(pair.authority))
 
 
-def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+def _has_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
@@ -137,7 +137,7 @@ def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     return True
 
 
-def load(context: ssl.SSLContext, pair: KeyPair) -> None:
+def load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
     """Serve this certificate from the next connection on."""
     # The standard library loads certificates from files only.
     with tempfile.TemporaryDirectory() as folder:
@@ -159,36 +159,36 @@ class CertificateStore:
 
     async def read(self) -> KeyPair | None:
         """Return the pair that the Secret holds now; None when there is none to serve."""
-        raw = await self._secret()
-        return None if raw is None else pair_of(raw)
+        raw = await self._read_secret()
+        return None if raw is None else read_pair(raw)
 
-    async def keep(self, hosts: tuple[str, ...], now: datetime) -> KeyPair:
+    async def ensure_certificate(self, hosts: tuple[str, ...], now: datetime) -> KeyPair:
         """Make sure that a lasting certificate exists and is trusted. For the leader alone."""
-        raw = await self._secret()
-        pair = None if raw is None else pair_of(raw)
+        raw = await self._read_secret()
+        pair = None if raw is None else read_pair(raw)
         if pair is not None and is_fit(pair, hosts, now):
-            await self._trust(pair.authority)
+            await self._trust_bundle(pair.authority)
             return pair
-        new = made(hosts, now)
-        bundle = new.authority + (first_of(pair.authority) if pair is not None else b"")
-        new = KeyPair(new.certificate, new.key, bundle)
-        await self._trust(bundle)
-        await self._write(new, raw)
-        log.info("made a certificate", secret=self.secret, ends=new.ends.isoformat(), hosts=hosts)
-        return new
+        new_pair = make_pair(hosts, now)
+        bundle = new_pair.authority + (newest_authority(pair.authority) if pair is not None else b"")
+        new_pair = KeyPair(new_pair.certificate, new_pair.key, bundle)
+        await self._trust_bundle(bundle)
+        await self._write_secret(new_pair, raw)
+        log.info("made a certificate", secret=self.secret, ends=new_pair.ends_at.isoformat(), hosts=hosts)
+        return new_pair
 
-    async def _secret(self) -> Raw | None:
+    async def _read_secret(self) -> Raw | None:
         try:
-            return await self.api.get(self._path)
-        except Absent:
+            return await self.api.get(self._secret_path)
+        except NotFound:
             return None
 
-    async def _write(self, pair: KeyPair, over: Raw | None) -> None:
+    async def _write_secret(self, pair: KeyPair, existing: Raw | None) -> None:
         data = {_CERTIFICATE: pair.certificate, _KEY: pair.key, _AUTHORITY: pair.authority}
         body = {"data": {name: base64.b64encode(value).decode() for name, value in data.items()}}
-        if over is not None:
-            await self.api.merge(
-                self._path, body | {"metadata": {"resourceVersion": over["metadata"]["resourceVersion"]}}
+        if existing is not None:
+            await self.api.patch(
+                self._secret_path, body | {"metadata": {"resourceVersion": existing["metadata"]["resourceVersion"]}}
             )
             return
         secret = {
@@ -197,26 +197,28 @@ class CertificateStore:
             "type": "kubernetes.io/tls",
             "metadata": {"name": self.secret, "namespace": self.namespace},
         }
-        await self.api.create(self._path.rpartition("/")[0], secret | body)
+        await self.api.create(self._secret_path.rpartition("/")[0], secret | body)
 
-    async def _trust(self, bundle: bytes) -> None:
+    async def _trust_bundle(self, bundle: bytes) -> None:
         path = f"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{self.configuration}"
         try:
-            found = await self.api.get(path)
-        except Absent:
+            webhook_configuration = await self.api.get(path)
+        except NotFound:
             log.warning("there is no webhook configuration to put the authority into", name=self.configuration)
             return
         encoded = base64.b64encode(bundle).decode()
         stale = [
-            hook["name"] for hook in found.get("webhooks") or () if hook["clientConfig"].get("caBundle") != encoded
+            hook["name"]
+            for hook in webhook_configuration.get("webhooks") or ()
+            if hook["clientConfig"].get("caBundle") != encoded
         ]
         if stale:
             # Merged by name: the chart's other fields of a webhook stay.
             hooks = [{"name": name, "clientConfig": {"caBundle": encoded}} for name in stale]
-            await self.api.merge(path, {"webhooks": hooks}, _STRATEGIC_PATCH)
+            await self.api.patch(path, {"webhooks": hooks}, _STRATEGIC_PATCH)
 
     @property
-    def _path(self) -> str:
+    def _secret_path(self) -> str:
         return f"/api/v1/namespaces/{self.namespace}/secrets/{self.secret}"
 
 
@@ -225,7 +227,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def _builder(
+def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -240,7 +242,7 @@ def _builder(
     )
 
 
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,

@@ -17,7 +17,7 @@ import kopf
 from moejob_api.documents import parse_job
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
-from moejob_operator.validation import Validation, validation_of
+from moejob_operator.validation import Validation, validate_spec
 
 # kopf calls the handler of this name for a review that comes to this path.
 HANDLER = "validate"
@@ -42,18 +42,18 @@ class ReviewTurns:
     search: Lock = field(default_factory=Lock)
 
     @contextmanager
-    def for_search(self) -> Iterator[bool]:
+    def take_search_turn(self) -> Iterator[bool]:
         """Wait for the turn to look for layouts; False when it does not come in time."""
-        is_mine = self.search.acquire(timeout=self.search_seconds)
+        has_turn = self.search.acquire(timeout=self.search_seconds)
         try:
-            yield is_mine
+            yield has_turn
         finally:
-            if is_mine:
+            if has_turn:
                 self.search.release()
 
 
 @dataclass
-class ReviewAtHand:
+class CurrentReview:
     """The objects of a review and the status of its denial, which do not go through kopf.
 
     kopf would compare the old object with the new one in the event loop, which takes as long as a stranger likes, and
@@ -67,21 +67,21 @@ class ReviewAtHand:
 
 
 # kopf hands the context of a request on to the thread of its handler.
-at_hand: ContextVar[ReviewAtHand] = ContextVar("at_hand")
+current_review: ContextVar[CurrentReview] = ContextVar("at_hand")
 
 
-def validate(operation: str, warnings: list[str], limits: JobLimits) -> None:
+def answer_review(operation: str, warnings: list[str], limits: JobLimits) -> None:
     """Warn of what is unwise in the review at hand; raise when the job is denied."""
-    asked = at_hand.get()
-    found = reviewed(operation, asked.old, asked.new, limits, asked.turns)
-    warnings += warnings_of(found)
-    if not found.problems:
+    review = current_review.get()
+    validation = review_job(operation, review.old, review.new, limits, review.turns)
+    warnings += shown_warnings(validation)
+    if not validation.problems:
         return
-    asked.status = status_of(found)
-    raise kopf.AdmissionError(asked.status["message"], code=asked.status["code"])
+    review.status = denial_status(validation)
+    raise kopf.AdmissionError(review.status["message"], code=review.status["code"])
 
 
-def reviewed(
+def review_job(
     operation: object,
     old: object,
     new: object,
@@ -92,64 +92,67 @@ def reviewed(
     turns = turns or ReviewTurns()
     try:
         with turns.validation:
-            found = _validated(operation, old, new, limits)
-        if not found.problems:
-            return found
-        with turns.for_search() as is_mine:
-            return replace(found, suggestions=verdict(new, limits).suggestions if is_mine else ())
+            validation = _validate_change(operation, old, new, limits)
+        if not validation.problems:
+            return validation
+        with turns.take_search_turn() as has_turn:
+            return replace(validation, suggestions=validate_raw_job(new, limits).suggestions if has_turn else ())
     except RecursionError:
         # The API server prunes unknown fields, so another client sent this.
         return Validation((Problem(Rule.FIELD, "", "is nested deeper than any job"),))
 
 
-def _validated(operation: object, old: object, new: object, limits: JobLimits) -> Validation:
+def _validate_change(operation: object, old: object, new: object, limits: JobLimits) -> Validation:
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
-        return verdict(new, limits, with_suggestions=False)
+        return validate_raw_job(new, limits, with_suggestions=False)
     # A job that is labelled, finished or deleted keeps its spec, which earlier rules may have accepted.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
         return Validation()
-    found = verdict(new, limits, with_suggestions=False)
+    validation = validate_raw_job(new, limits, with_suggestions=False)
     # Only new problems count: a user can suspend such a job without repairing the old ones.
-    known = set(verdict(old, limits, with_suggestions=False).problems) if found.problems else set()
-    return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
+    old_problems = set(validate_raw_job(old, limits, with_suggestions=False).problems) if validation.problems else set()
+    return replace(
+        validation, problems=tuple(problem for problem in validation.problems if problem not in old_problems)
+    )
 
 
-def verdict(raw: object, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
+def validate_raw_job(raw: object, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
     """Return the verdict on a job, in the words of the reconciler."""
     if not isinstance(raw, Mapping):
         return Validation((Problem(Rule.FIELD, "", "is no object"),))
     try:
-        return validation_of(parse_job(raw).spec, limits, with_suggestions=with_suggestions)
-    except InvalidSpec as refused:
-        return Validation(refused.problems)
+        return validate_spec(parse_job(raw).spec, limits, with_suggestions=with_suggestions)
+    except InvalidSpec as refusal:
+        return Validation(refusal.problems)
 
 
-def status_of(found: Validation) -> dict[str, Any]:
+def denial_status(validation: Validation) -> dict[str, Any]:
     """Return the Status that a denial carries."""
     causes = [
-        {"reason": "FieldValueInvalid", "field": problem.path, "message": problem.message} for problem in found.problems
+        {"reason": "FieldValueInvalid", "field": problem.path, "message": problem.message}
+        for problem in validation.problems
     ]
     # Not 422: kubectl would print the causes alone, and not say that a webhook refused.
-    return {"code": 403, "reason": "Forbidden", "message": _message(found), "details": {"causes": causes}}
+    return {"code": 403, "reason": "Forbidden", "message": _denial_message(validation), "details": {"causes": causes}}
 
 
-def warnings_of(found: Validation) -> list[str]:
+def shown_warnings(validation: Validation) -> list[str]:
     """Return the warnings that the API server passes on."""
-    return [text[:_WARNING_CHARACTERS] for text in _warnings(found)][:_WARNINGS]
+    return [text[:_WARNING_CHARACTERS] for text in _all_warnings(validation)][:_WARNINGS]
 
 
 def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return "spec" in new and old.get("spec") == new["spec"]
 
 
-def _message(found: Validation) -> str:
-    text = "; ".join(map(str, found.problems))
-    return f"{text}. What would be accepted: {'; '.join(found.suggestions)}" if found.suggestions else text
+def _denial_message(validation: Validation) -> str:
+    text = "; ".join(map(str, validation.problems))
+    return f"{text}. What would be accepted: {'; '.join(validation.suggestions)}" if validation.suggestions else text
 
 
-def _warnings(found: Validation) -> Iterator[str]:
-    if found.unseen is not None:
-        yield f"spec.model.source: not checked against the model: {found.unseen}"
-    yield from map(str, found.warnings)
+def _all_warnings(validation: Validation) -> Iterator[str]:
+    if validation.unseen is not None:
+        yield f"spec.model.source: not checked against the model: {validation.unseen}"
+    yield from map(str, validation.warnings)

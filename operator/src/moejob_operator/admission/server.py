@@ -19,8 +19,8 @@ import kopf
 from aiohttp import web
 
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_operator.admission.listener import BoundedServer, ListenerLimits, listening
-from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, ReviewTurns, at_hand
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits, open_listener
+from moejob_operator.admission.review import HANDLER, PATH, CurrentReview, ReviewTurns, current_review
 
 # Two objects of the most that etcd holds, as JSON in JSON.
 BODY_BYTES = 4 * 1024 * 1024
@@ -36,11 +36,11 @@ _RESOURCE = {"group": GROUP, "version": VERSION, "resource": PLURAL}
 class AdmissionMetrics(Protocol):
     """The counters of answers."""
 
-    def reviewed(self, answer: str, seconds: float) -> None:
+    def count_review(self, verdict: str, seconds: float) -> None:
         """Count a review that was answered with allowed, denied or unreadable."""
 
 
-class NotAReview(ValueError):
+class InvalidReview(ValueError):
     """The body is no AdmissionReview of a job: its sender is no API server that the chart has set up."""
 
 
@@ -61,17 +61,17 @@ class AdmissionServer:
     # Of all bodies at hand.
     held_bytes: int = field(default=0, init=False)
     # Held by one large review at a time: a parsed body takes many times its bytes.
-    _one_large: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _large_review_turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
         """Serve for as long as kopf iterates. `fn` answers a review."""
         await self.certified.wait()
 
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            return await self._handle(request, fn)
+        async def handle_request(request: web.BaseRequest) -> web.StreamResponse:
+            return await self._handle_request(request, fn)
 
-        server = BoundedServer(handle, self.limits)
-        async with listening(server, self.host, self.port, self.context) as self.served_port:
+        server = BoundedServer(handle_request, self.limits)
+        async with open_listener(server, self.host, self.port, self.context) as self.served_port:
             # The chart owns the webhook configuration: where the API server finds us is not for kopf to write.
             yield kopf.WebhookClientConfig()
             await asyncio.Event().wait()
@@ -81,39 +81,39 @@ class AdmissionServer:
         """True from the first moment on at which a review would be answered."""
         return self.served_port is not None
 
-    async def _handle(self, request: web.BaseRequest, fn: kopf.WebhookFn) -> web.StreamResponse:
+    async def _handle_request(self, request: web.BaseRequest, fn: kopf.WebhookFn) -> web.StreamResponse:
         if (request.method, request.path) != ("POST", PATH):
             return web.Response(status=404, text=f"there is only POST {PATH} here\n")
-        held, started, answer = bytearray(), time.monotonic(), "unreadable"
+        body, started, verdict = bytearray(), time.monotonic(), "unreadable"
         try:
-            await self._read(request, held)
-            async with self._one_large if len(held) > OWN_BYTES else nullcontext():
-                answered = await _answered(await asyncio.to_thread(read_review, held), fn, self.turns)
-            answer = "allowed" if answered["response"]["allowed"] else "denied"
-            return web.json_response(answered)
-        except NotAReview as refused:
-            return web.Response(status=400, text=f"{refused}\n")
-        except _Refused as refused:
-            return web.Response(status=refused.status, text=f"{refused}\n")
+            await self._read_body(request, body)
+            async with self._large_review_turn if len(body) > OWN_BYTES else nullcontext():
+                reply = await _run_handler(await asyncio.to_thread(read_review, body), fn, self.turns)
+            verdict = "allowed" if reply["response"]["allowed"] else "denied"
+            return web.json_response(reply)
+        except InvalidReview as refusal:
+            return web.Response(status=400, text=f"{refusal}\n")
+        except _RefusedRequest as refusal:
+            return web.Response(status=refusal.status, text=f"{refusal}\n")
         finally:
-            self.held_bytes -= len(held)
-            held.clear()
-            self.metrics.reviewed(answer, time.monotonic() - started)
+            self.held_bytes -= len(body)
+            body.clear()
+            self.metrics.count_review(verdict, time.monotonic() - started)
 
-    async def _read(self, request: web.BaseRequest, held: bytearray) -> None:
+    async def _read_body(self, request: web.BaseRequest, body: bytearray) -> None:
         try:
             async with asyncio.timeout(self.body_seconds):
                 async for chunk in request.content.iter_any():
-                    held += chunk
+                    body += chunk
                     self.held_bytes += len(chunk)
-                    if len(held) > BODY_BYTES:
-                        raise _Refused(413, f"the body has more than {BODY_BYTES} bytes")
-                    if len(held) > OWN_BYTES and self.held_bytes > _ALL_BODIES_BYTES:
-                        raise _Refused(503, "there is no room for another review now")
+                    if len(body) > BODY_BYTES:
+                        raise _RefusedRequest(413, f"the body has more than {BODY_BYTES} bytes")
+                    if len(body) > OWN_BYTES and self.held_bytes > _ALL_BODIES_BYTES:
+                        raise _RefusedRequest(503, "there is no room for another review now")
         except TimeoutError:
-            raise _Refused(408, f"the body has not arrived within {self.body_seconds:g} s") from None
-        if sum(map(held.count, (b",", b":", b"[", b"{"))) > VALUES:
-            raise _Refused(413, f"the body has more than {VALUES} values")
+            raise _RefusedRequest(408, f"the body has not arrived within {self.body_seconds:g} s") from None
+        if sum(map(body.count, (b",", b":", b"[", b"{"))) > VALUES:
+            raise _RefusedRequest(413, f"the body has more than {VALUES} values")
 
 
 class IdleServer:
@@ -127,7 +127,7 @@ class IdleServer:
         await asyncio.Event().wait()
 
 
-class _Refused(Exception):
+class _RefusedRequest(Exception):
     """A request that is not read to its end."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -147,34 +147,34 @@ class JobReview:
 def read_review(body: bytes | bytearray) -> JobReview:
     """Return the AdmissionReview in a body; a body without one of a job is an error."""
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     # ValueError covers bytes that are not UTF-8, text that is not JSON, and numbers with too many digits for Python.
     except (ValueError, RecursionError) as error:
-        raise NotAReview(f"the body is not JSON: {error}") from None
-    request = found.get("request") if isinstance(found, Mapping) else None
+        raise InvalidReview(f"the body is not JSON: {error}") from None
+    request = document.get("request") if isinstance(document, Mapping) else None
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
-        raise NotAReview("the body is no AdmissionReview with a request and its uid")
+        raise InvalidReview("the body is no AdmissionReview with a request and its uid")
     resource = request.get("resource")
     if resource != _RESOURCE or not isinstance(request.get("userInfo"), Mapping):
-        raise NotAReview(f"the review is not of a user's request about {_RESOURCE}, but about {str(resource)[:200]}")
-    old, new = _object(request.get("oldObject")), _object(request.get("object"))
+        raise InvalidReview(f"the review is not of a user's request about {_RESOURCE}, but about {str(resource)[:200]}")
+    old, new = _reviewed_object(request.get("oldObject")), _reviewed_object(request.get("object"))
     if old is None and new is None:
-        raise NotAReview("the review is of no object")
-    objects = {"oldObject": _shown(old), "object": _shown(new)}
-    return JobReview({**found, "request": {**request, **objects}}, old, new)
+        raise InvalidReview("the review is of no object")
+    objects = {"oldObject": _shown_names(old), "object": _shown_names(new)}
+    return JobReview({**document, "request": {**request, **objects}}, old, new)
 
 
-def _object(raw: object) -> Mapping[str, Any] | None:
+def _reviewed_object(raw: object) -> Mapping[str, Any] | None:
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise NotAReview("the object in the review is none")
+        raise InvalidReview("the object in the review is none")
     if not isinstance(raw.get("metadata", {}), Mapping | None):
-        raise NotAReview("the metadata of the object in the review are none")
+        raise InvalidReview("the metadata of the object in the review are none")
     return raw
 
 
-def _shown(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _shown_names(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return an object's names, which kopf logs. It gets no UID, for it keeps every UID that it sees in memory."""
     if raw is None:
         return None
@@ -183,14 +183,14 @@ def _shown(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: raw[name] for name in ("apiVersion", "kind") if name in raw} | {"metadata": names}
 
 
-async def _answered(found: JobReview, fn: kopf.WebhookFn, turns: ReviewTurns) -> Any:
+async def _run_handler(review: JobReview, fn: kopf.WebhookFn, turns: ReviewTurns) -> Any:
     """Return kopf's answer, with all of the denial's status."""
-    asked = ReviewAtHand(found.old, found.new, turns)
-    token = at_hand.set(asked)
+    current = CurrentReview(review.old, review.new, turns)
+    token = current_review.set(current)
     try:
-        answered: Any = await fn(found.shown, webhook=HANDLER)  # type: ignore[arg-type]  # it reads a mapping
+        reply: Any = await fn(review.shown, webhook=HANDLER)  # type: ignore[arg-type]  # it reads a mapping
     finally:
-        at_hand.reset(token)
-    if asked.status:
-        answered["response"]["status"] = asked.status
-    return answered
+        current_review.reset(token)
+    if current.status:
+        reply["response"]["status"] = current.status
+    return reply

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moejob_api.contract.pods import MANAGED_BY, Label, Role, pod_name
+from moejob_api.contract.pods import MANAGED_BY, Label, PodRole, pod_name
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import GROUP, KIND, VERSION, Spec
-from moejob_api.job.grpo import Placement
-from moejob_api.job.lifecycle import Gang
+from moejob_api.job.grpo import RolloutPlacement
+from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.layout.sizes import Layout
 
 # Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to running engines.
@@ -50,72 +50,72 @@ class Attempt:
     # The headless Service, which is also the subdomain of every pod.
     service: str
     number: int
-    gang: Gang
+    gang: GangScheduler
     images: Images
     trainer_grace_seconds: int
     # None: the operator makes no policy.
     network: JobNetwork | None = None
 
     @property
-    def claim(self) -> str:
+    def claim_name(self) -> str:
         """The claim that checkpoints live on."""
-        return claim_of(self.name, self.spec)
+        return claim_name(self.name, self.spec)
 
     @property
-    def access(self) -> str:
+    def access_name(self) -> str:
         """The name of the job's Secret and NetworkPolicy. It has the UID in it: an existing object is this job's."""
         return f"{self.name}-{self.uid[:8]}"
 
     @property
-    def pod_group(self) -> str:
+    def pod_group_name(self) -> str:
         """The object of the gang scheduler."""
         return self.name
 
     @property
-    def engines(self) -> int:
+    def engine_count(self) -> int:
         """Separate rollout pods, one for each engine."""
         if self.rollout is None or self.spec.grpo is None:
             return 0
-        return self.rollout.engines if self.spec.grpo.rollout.placement is Placement.SEPARATE else 0
+        return self.rollout.engines if self.spec.grpo.rollout.placement is RolloutPlacement.SEPARATE else 0
 
-    def pod(self, role: Role, index: int) -> str:
+    def pod_name(self, role: PodRole, index: int) -> str:
         """The name of a pod, which is also its host name."""
-        return pod_name(self.name, role, self.number_of(role), index)
+        return pod_name(self.name, role, self.attempt_number(role), index)
 
-    def grace_seconds(self, role: Role) -> int:
+    def grace_seconds(self, role: PodRole) -> int:
         """Return the time between a pod's SIGTERM and its SIGKILL."""
-        return self.trainer_grace_seconds if role is Role.TRAINER else ENGINE_GRACE_SECONDS
+        return self.trainer_grace_seconds if role is PodRole.TRAINER else ENGINE_GRACE_SECONDS
 
-    def number_of(self, role: Role) -> int:
+    def attempt_number(self, role: PodRole) -> int:
         """The attempt that a pod of this role belongs to."""
-        return self.number if role is Role.TRAINER else ROLLOUT_ATTEMPT
+        return self.number if role is PodRole.TRAINER else ROLLOUT_ATTEMPT
 
-    def host(self, role: Role, index: int) -> str:
+    def host_name(self, role: PodRole, index: int) -> str:
         """A pod's name as the others can resolve it, whatever the cluster's domain is called."""
-        return f"{self.pod(role, index)}.{self.service}.{self.namespace}.svc"
+        return f"{self.pod_name(role, index)}.{self.service}.{self.namespace}.svc"
 
-    def hosts(self, role: Role) -> Iterator[str]:
+    def host_names(self, role: PodRole) -> Iterator[str]:
         """All pods of a role, in order."""
-        count = self.layout.nodes if role is Role.TRAINER else self.engines
-        return (self.host(role, index) for index in range(count))
+        count = self.layout.nodes if role is PodRole.TRAINER else self.engine_count
+        return (self.host_name(role, index) for index in range(count))
 
 
-def service_of(job: str) -> str:
+def service_name(job: str) -> str:
     """The Service of a job. Its suffix keeps a job from taking a DNS name that others look up."""
     return f"{job}-moejob"
 
 
-def former_service_of(job: str) -> str:
+def former_service_name(job: str) -> str:
     """The Service that a former version of the operator made, by which pods that it created are found."""
     return job
 
 
-def claim_of(job: str, spec: Spec) -> str:
+def claim_name(job: str, spec: Spec) -> str:
     """The claim that the checkpoints of a job live on."""
     return spec.storage.claim_name or f"{job}-storage"
 
 
-def metadata(attempt: Attempt, name: str) -> dict[str, Any]:
+def job_metadata(attempt: Attempt, name: str) -> dict[str, Any]:
     """The metadata of an object that lives and dies with the job."""
     return {
         "name": name,

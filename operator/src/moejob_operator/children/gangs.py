@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moejob_api.contract.pods import Label, Role
-from moejob_api.job.lifecycle import Gang, Lifecycle
+from moejob_api.contract.pods import Label, PodRole
+from moejob_api.job.lifecycle import GangScheduler, Lifecycle
 from moejob_operator.actions import Kind
-from moejob_operator.children.attempt import Attempt, metadata
+from moejob_operator.children.attempt import Attempt, job_metadata
 from moejob_operator.children.placement import pods_per_group
 
 
@@ -28,12 +28,12 @@ class GangApi(StrEnum):
 
 
 _APIS = {
-    Gang.NATIVE: GangApi.NATIVE,
-    Gang.VOLCANO: GangApi.VOLCANO,
-    Gang.COSCHEDULING: GangApi.COSCHEDULING,
-    Gang.KUEUE: GangApi.KUEUE,
+    GangScheduler.NATIVE: GangApi.NATIVE,
+    GangScheduler.VOLCANO: GangApi.VOLCANO,
+    GangScheduler.COSCHEDULING: GangApi.COSCHEDULING,
+    GangScheduler.KUEUE: GangApi.KUEUE,
 }
-_SCHEDULERS = {Gang.VOLCANO: "volcano", Gang.COSCHEDULING: "scheduler-plugins-scheduler"}
+_SCHEDULERS = {GangScheduler.VOLCANO: "volcano", GangScheduler.COSCHEDULING: "scheduler-plugins-scheduler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,65 +45,65 @@ class GangMarks:
     spec: dict[str, Any] = field(default_factory=dict)
 
 
-def chosen_gang(lifecycle: Lifecycle, apis: frozenset[GangApi]) -> Gang:
+def chosen_gang(lifecycle: Lifecycle, apis: frozenset[GangApi]) -> GangScheduler:
     """The gang scheduler of a job, never Auto."""
-    if lifecycle.gang is not Gang.AUTO:
+    if lifecycle.gang is not GangScheduler.AUTO:
         return lifecycle.gang
     if lifecycle.queue is not None:
         only_volcano = GangApi.VOLCANO in apis and GangApi.KUEUE not in apis
-        return Gang.VOLCANO if only_volcano else Gang.KUEUE
-    return Gang.NATIVE if GangApi.NATIVE in apis else Gang.NONE
+        return GangScheduler.VOLCANO if only_volcano else GangScheduler.KUEUE
+    return GangScheduler.NATIVE if GangApi.NATIVE in apis else GangScheduler.NONE
 
 
-def missing_api(gang: Gang, apis: frozenset[GangApi]) -> GangApi | None:
+def missing_api(gang: GangScheduler, apis: frozenset[GangApi]) -> GangApi | None:
     """The API that this gang scheduler needs and the cluster does not serve."""
     needed = _APIS.get(gang)
     return None if needed is None or needed in apis else needed
 
 
-def pod_group(attempt: Attempt) -> dict[str, Any] | None:
+def pod_group_manifest(attempt: Attempt) -> dict[str, Any] | None:
     """The gang's object; None for a scheduler that reads pods alone."""
     match attempt.gang:
-        case Gang.NATIVE:
-            return _object(attempt, GangApi.NATIVE, _native(attempt))
-        case Gang.VOLCANO:
-            return _object(attempt, GangApi.VOLCANO, _volcano(attempt))
-        case Gang.COSCHEDULING:
-            return _object(attempt, GangApi.COSCHEDULING, {"minMember": attempt.layout.nodes})
-        case Gang.KUEUE | Gang.NONE | Gang.AUTO:
+        case GangScheduler.NATIVE:
+            return _group_manifest(attempt, GangApi.NATIVE, _native_spec(attempt))
+        case GangScheduler.VOLCANO:
+            return _group_manifest(attempt, GangApi.VOLCANO, _volcano_spec(attempt))
+        case GangScheduler.COSCHEDULING:
+            return _group_manifest(attempt, GangApi.COSCHEDULING, {"minMember": attempt.layout.nodes})
+        case GangScheduler.KUEUE | GangScheduler.NONE | GangScheduler.AUTO:
             return None
 
 
-def gang_marks(attempt: Attempt, role: Role) -> GangMarks:
+def gang_marks(attempt: Attempt, role: PodRole) -> GangMarks:
     """Return the marks by which the gang scheduler knows a pod's gang."""
-    if role is Role.ROLLOUT:
-        return _marks_of_engine(attempt)
-    scheduler = _scheduler(attempt)
+    if role is PodRole.ROLLOUT:
+        return _engine_marks(attempt)
+    scheduler = _scheduler_field(attempt)
     match attempt.gang:
-        case Gang.NATIVE:
-            return GangMarks(spec={"schedulingGroup": {"podGroupName": attempt.pod_group}})
-        case Gang.VOLCANO:
+        case GangScheduler.NATIVE:
+            return GangMarks(spec={"schedulingGroup": {"podGroupName": attempt.pod_group_name}})
+        case GangScheduler.VOLCANO:
             # Later versions read the second name first.
             names = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
-            return GangMarks(annotations=dict.fromkeys(names, attempt.pod_group), spec=scheduler)
-        case Gang.COSCHEDULING:
-            return GangMarks(labels={"scheduling.x-k8s.io/pod-group": attempt.pod_group}, spec=scheduler)
-        case Gang.KUEUE:
-            return _kueue(attempt)
-        case Gang.NONE | Gang.AUTO:
+            return GangMarks(annotations=dict.fromkeys(names, attempt.pod_group_name), spec=scheduler)
+        case GangScheduler.COSCHEDULING:
+            return GangMarks(labels={"scheduling.x-k8s.io/pod-group": attempt.pod_group_name}, spec=scheduler)
+        case GangScheduler.KUEUE:
+            return _kueue_marks(attempt)
+        case GangScheduler.NONE | GangScheduler.AUTO:
             return GangMarks()
 
 
-def _object(attempt: Attempt, api: GangApi, spec: dict[str, Any]) -> dict[str, Any]:
+def _group_manifest(attempt: Attempt, api: GangApi, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": api.value,
         "kind": Kind.POD_GROUP.value,
-        "metadata": metadata(attempt, attempt.pod_group),
+        "metadata": job_metadata(attempt, attempt.pod_group_name),
         "spec": spec,
     }
 
 
-def _native(attempt: Attempt) -> dict[str, Any]:
+def _native_spec(attempt: Attempt) -> dict[str, Any]:
     key = attempt.spec.resources.topology_key
     priority = attempt.spec.resources.priority_class_name
     # The constraint holds for the whole group: it fits only a gang whose pods all belong in one domain.
@@ -115,7 +115,7 @@ def _native(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _volcano(attempt: Attempt) -> dict[str, Any]:
+def _volcano_spec(attempt: Attempt) -> dict[str, Any]:
     priority = attempt.spec.resources.priority_class_name
     queue = attempt.spec.lifecycle.queue
     return {
@@ -125,23 +125,23 @@ def _volcano(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _marks_of_engine(attempt: Attempt) -> GangMarks:
+def _engine_marks(attempt: Attempt) -> GangMarks:
     """Engines come and go: they are in no gang, but share its queue and scheduler: two schedulers overbook nodes."""
     queue = attempt.spec.lifecycle.queue
     match attempt.gang:
-        case Gang.KUEUE:
-            return GangMarks(labels=_queue(attempt))
-        case Gang.VOLCANO:
+        case GangScheduler.KUEUE:
+            return GangMarks(labels=_queue_labels(attempt))
+        case GangScheduler.VOLCANO:
             annotations = {} if queue is None else {"scheduling.volcano.sh/queue-name": queue}
-            return GangMarks(annotations=annotations, spec=_scheduler(attempt))
+            return GangMarks(annotations=annotations, spec=_scheduler_field(attempt))
         case _:
-            return GangMarks(spec=_scheduler(attempt))
+            return GangMarks(spec=_scheduler_field(attempt))
 
 
-def _kueue(attempt: Attempt) -> GangMarks:
+def _kueue_marks(attempt: Attempt) -> GangMarks:
     return GangMarks(
         # A group that has ended stays ended for Kueue: every attempt is a group of its own.
-        labels=_queue(attempt) | {"kueue.x-k8s.io/pod-group-name": f"{attempt.name}-{attempt.number}"},
+        labels=_queue_labels(attempt) | {"kueue.x-k8s.io/pod-group-name": f"{attempt.name}-{attempt.number}"},
         annotations={
             "kueue.x-k8s.io/pod-group-total-count": str(attempt.layout.nodes),
             "kueue.x-k8s.io/pod-group-pod-index-label": Label.INDEX.value,
@@ -160,22 +160,22 @@ def _kueue_topology(attempt: Attempt) -> dict[str, str]:
     size = pods_per_group(attempt.layout)
     if size == nodes:
         return {"kueue.x-k8s.io/podset-required-topology": key}
-    whole_gang = {"kueue.x-k8s.io/podset-preferred-topology": key}
+    preferred = {"kueue.x-k8s.io/podset-preferred-topology": key}
     if size == 1 or nodes % size != 0:
-        return whole_gang
+        return preferred
     # Kueue cuts slices in the order of the indices, as the groups are.
-    return whole_gang | {
+    return preferred | {
         "kueue.x-k8s.io/podset-slice-required-topology": key,
         "kueue.x-k8s.io/podset-slice-size": str(size),
     }
 
 
-def _queue(attempt: Attempt) -> dict[str, str]:
+def _queue_labels(attempt: Attempt) -> dict[str, str]:
     queue = attempt.spec.lifecycle.queue
     return {} if queue is None else {"kueue.x-k8s.io/queue-name": queue}
 
 
-def _scheduler(attempt: Attempt) -> dict[str, Any]:
+def _scheduler_field(attempt: Attempt) -> dict[str, Any]:
     # The job's own choice wins: both schedulers may run under other names.
-    given = attempt.spec.resources.scheduler_name
-    return {"schedulerName": given or _SCHEDULERS[attempt.gang]} if attempt.gang in _SCHEDULERS else {}
+    scheduler_name = attempt.spec.resources.scheduler_name
+    return {"schedulerName": scheduler_name or _SCHEDULERS[attempt.gang]} if attempt.gang in _SCHEDULERS else {}

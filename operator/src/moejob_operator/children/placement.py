@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.contract.pods import Label, Role
-from moejob_api.job.lifecycle import Gang
+from moejob_api.contract.pods import Label, PodRole
+from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout
 from moejob_operator.children.attempt import Attempt
@@ -16,49 +16,49 @@ LOST_NODE_SECONDS = 30
 _LOST_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def tolerations(attempt: Attempt) -> list[dict[str, Any]]:
+def pod_tolerations(attempt: Attempt) -> list[dict[str, Any]]:
     """The job's tolerations, and short ones for lost nodes unless the job has its own for them."""
-    given = attempt.spec.resources.tolerations
-    named = {toleration.key for toleration in given}
+    job_tolerations = attempt.spec.resources.tolerations
+    job_keys = {toleration.key for toleration in job_tolerations}
     return [
-        *(_toleration(toleration) for toleration in given),
+        *(_toleration_fields(toleration) for toleration in job_tolerations),
         *(
             {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
             for key in _LOST_NODE_TAINTS
-            if key not in named
+            if key not in job_keys
         ),
     ]
 
 
-def affinity(attempt: Attempt, role: Role, index: int) -> dict[str, Any] | None:
+def pod_affinity(attempt: Attempt, role: PodRole, index: int) -> dict[str, Any] | None:
     """Put pods with the most traffic into one domain and the others near it; None without a topology key."""
     key = attempt.spec.resources.topology_key
-    if key is None or role is not Role.TRAINER or attempt.layout.nodes == 1:
+    if key is None or role is not PodRole.TRAINER or attempt.layout.nodes == 1:
         return None
     # Kueue places by its own annotations, and takes pods that differ in affinity for roles, of which it allows eight.
-    if attempt.gang is Gang.KUEUE:
+    if attempt.gang is GangScheduler.KUEUE:
         return None
-    near = {"weight": 100, "podAffinityTerm": _term(attempt, key, None)}
+    near = {"weight": 100, "podAffinityTerm": _affinity_term(attempt, key, None)}
     terms: dict[str, Any] = {"preferredDuringSchedulingIgnoredDuringExecution": [near]}
     size = pods_per_group(attempt.layout)
     if size > 1:
         first = index // size * size
         members = range(first, min(first + size, attempt.layout.nodes))
-        terms["requiredDuringSchedulingIgnoredDuringExecution"] = [_term(attempt, key, members)]
+        terms["requiredDuringSchedulingIgnoredDuringExecution"] = [_affinity_term(attempt, key, members)]
     return {"podAffinity": terms}
 
 
 def pods_per_group(layout: Layout) -> int:
     """Pods that share one tensor, context or expert group: the traffic inside is in every layer of every step."""
-    talking = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
-    return min(layout.nodes, ceil_div(talking, layout.gpus_per_pod))
+    group_gpus = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
+    return min(layout.nodes, ceil_div(group_gpus, layout.gpus_per_pod))
 
 
-def _term(attempt: Attempt, key: str, members: range | None) -> dict[str, Any]:
+def _affinity_term(attempt: Attempt, key: str, members: range | None) -> dict[str, Any]:
     selector: dict[str, Any] = {
         "matchLabels": {
             Label.JOB_UID.value: attempt.uid,
-            Label.ROLE.value: Role.TRAINER.value,
+            Label.ROLE.value: PodRole.TRAINER.value,
             Label.ATTEMPT.value: str(attempt.number),
         }
     }
@@ -68,5 +68,5 @@ def _term(attempt: Attempt, key: str, members: range | None) -> dict[str, Any]:
     return {"labelSelector": selector, "topologyKey": key}
 
 
-def _toleration(given: Toleration) -> dict[str, Any]:
-    return given.model_dump(mode="json", by_alias=True, exclude_none=True)
+def _toleration_fields(toleration: Toleration) -> dict[str, Any]:
+    return toleration.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.contract.engines import colocated_per_pod
-from moejob_api.contract.pods import HttpPath, Label, Path, Port, Role
+from moejob_api.contract.pods import HttpPath, Label, PodPath, PodPort, PodRole
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_operator.actions import Kind
-from moejob_operator.children.attempt import Attempt, metadata
-from moejob_operator.children.environment import environment, environment_sources, ranks_per_pod
+from moejob_operator.children.attempt import Attempt, job_metadata
+from moejob_operator.children.environment import environment_sources, environment_variables, ranks_per_pod
 from moejob_operator.children.gangs import gang_marks
-from moejob_operator.children.placement import affinity, tolerations
-from moejob_operator.children.volumes import mounts, volumes
+from moejob_operator.children.placement import pod_affinity, pod_tolerations
+from moejob_operator.children.volumes import pod_volumes, volume_mounts
 
 # The group that owns files on volumes; images run as a user of this group.
 GROUP_ID = 65532
@@ -27,23 +27,23 @@ _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 def trainer_pod(attempt: Attempt, index: int) -> dict[str, Any]:
     """One pod of the gang. It never restarts by itself: the operator decides for the whole gang."""
     shared = colocated_per_pod(attempt.spec, attempt.layout.gpus_per_pod)
-    own = attempt.images.trainer_colocated if shared else attempt.images.trainer
-    image = attempt.spec.resources.image or own
-    ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
-    ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
+    default_image = attempt.images.trainer_colocated if shared else attempt.images.trainer
+    image = attempt.spec.resources.image or default_image
+    ready = {"httpGet": {"path": HttpPath.READY.value, "port": PodPort.PROGRESS.value}, "periodSeconds": 2}
+    ports = [_port_field("progress", PodPort.PROGRESS), _port_field("rendezvous", PodPort.RENDEZVOUS)]
     container = {"image": image, "ports": ports, "readinessProbe": ready, "terminationMessagePolicy": "File"}
     spec = {"restartPolicy": "Never"}
-    return _pod(attempt, Role.TRAINER, index, container, spec)
+    return _pod_manifest(attempt, PodRole.TRAINER, index, container, spec)
 
 
 def rollout_pod(attempt: Attempt, index: int) -> dict[str, Any]:
     """One engine. The kubelet restarts it in its pod; the operator replaces only a lost pod."""
     image = attempt.spec.resources.rollout_image or attempt.images.rollout
     # The one path that needs no key; vLLM's own health check passes before the engine can generate.
-    health = {"httpGet": {"path": HttpPath.READY.value, "port": Port.ROLLOUT.value}}
+    health = {"httpGet": {"path": HttpPath.READY.value, "port": PodPort.ROLLOUT.value}}
     container = {
         "image": image,
-        "ports": [_port("rollout", Port.ROLLOUT)],
+        "ports": [_port_field("rollout", PodPort.ROLLOUT)],
         "startupProbe": health | {"periodSeconds": 10, "failureThreshold": _LOADING_PROBES},
         "livenessProbe": health | {"periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": _LIVING_PROBES},
         "readinessProbe": health | {"periodSeconds": 5},
@@ -51,51 +51,56 @@ def rollout_pod(attempt: Attempt, index: int) -> dict[str, Any]:
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = {"restartPolicy": "Always"}
-    return _pod(attempt, Role.ROLLOUT, index, container, spec)
+    return _pod_manifest(attempt, PodRole.ROLLOUT, index, container, spec)
 
 
-def _pod(attempt: Attempt, role: Role, index: int, container: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+def _pod_manifest(
+    attempt: Attempt, role: PodRole, index: int, container: dict[str, Any], spec: dict[str, Any]
+) -> dict[str, Any]:
     marks = gang_marks(attempt, role)
-    about = metadata(attempt, attempt.pod(role, index))
-    about["labels"] = (
-        dict(attempt.spec.resources.labels) | about["labels"] | _own_labels(attempt, role, index) | marks.labels
+    pod_metadata = job_metadata(attempt, attempt.pod_name(role, index))
+    pod_metadata["labels"] = (
+        dict(attempt.spec.resources.labels)
+        | pod_metadata["labels"]
+        | _place_labels(attempt, role, index)
+        | marks.labels
     )
-    stays = _STAYS if role is Role.TRAINER else {}
-    annotations = stays | _annotations(attempt.spec) | marks.annotations
+    stays = _STAYS if role is PodRole.TRAINER else {}
+    annotations = stays | _job_annotations(attempt.spec) | marks.annotations
     if annotations:
-        about["annotations"] = annotations
+        pod_metadata["annotations"] = annotations
     return {
         "apiVersion": "v1",
         "kind": Kind.POD.value,
-        "metadata": about,
+        "metadata": pod_metadata,
         "spec": spec
         | {"terminationGracePeriodSeconds": attempt.grace_seconds(role)}
         | _pod_spec(attempt, role, index)
         | marks.spec
         | {
-            "containers": [_container(attempt, role, index, container)],
-            "volumes": volumes(attempt),
+            "containers": [_container_manifest(attempt, role, index, container)],
+            "volumes": pod_volumes(attempt),
         },
     }
 
 
-def _own_labels(attempt: Attempt, role: Role, index: int) -> dict[str, str]:
+def _place_labels(attempt: Attempt, role: PodRole, index: int) -> dict[str, str]:
     return {
         Label.ROLE.value: role.value,
-        Label.ATTEMPT.value: str(attempt.number_of(role)),
+        Label.ATTEMPT.value: str(attempt.attempt_number(role)),
         Label.INDEX.value: str(index),
     }
 
 
-def _annotations(spec: Spec) -> dict[str, str]:
+def _job_annotations(spec: Spec) -> dict[str, str]:
     rdma = spec.resources.rdma
     networks = {} if rdma is None or rdma.networks is None else {_NETWORKS: rdma.networks}
     return dict(spec.resources.annotations) | networks
 
 
-def _pod_spec(attempt: Attempt, role: Role, index: int) -> dict[str, Any]:
+def _pod_spec(attempt: Attempt, role: PodRole, index: int) -> dict[str, Any]:
     resources = attempt.spec.resources
-    near = affinity(attempt, role, index)
+    near = pod_affinity(attempt, role, index)
     optional = {
         "nodeSelector": dict(resources.node_selector),
         "affinity": near,
@@ -106,7 +111,7 @@ def _pod_spec(attempt: Attempt, role: Role, index: int) -> dict[str, Any]:
         "imagePullSecrets": [{"name": name} for name in resources.image_pull_secrets],
     }
     return {
-        "hostname": attempt.pod(role, index),
+        "hostname": attempt.pod_name(role, index),
         "subdomain": attempt.service,
         "automountServiceAccountToken": False,
         # These would be hundreds of variables for other jobs' Services, which no pod here reads.
@@ -118,11 +123,11 @@ def _pod_spec(attempt: Attempt, role: Role, index: int) -> dict[str, Any]:
             # Walking through terabytes of checkpoints at every start would take hours.
             "fsGroupChangePolicy": "OnRootMismatch",
         },
-        "tolerations": tolerations(attempt),
+        "tolerations": pod_tolerations(attempt),
     } | {name: value for name, value in optional.items() if value}
 
 
-def _container(attempt: Attempt, role: Role, index: int, container: dict[str, Any]) -> dict[str, Any]:
+def _container_manifest(attempt: Attempt, role: PodRole, index: int, container: dict[str, Any]) -> dict[str, Any]:
     spec = attempt.spec
     sources = environment_sources(spec)
     return (
@@ -130,10 +135,10 @@ def _container(attempt: Attempt, role: Role, index: int, container: dict[str, An
         | container
         | {
             "imagePullPolicy": spec.resources.image_pull_policy.value,
-            "env": environment(attempt, role, index),
+            "env": environment_variables(attempt, role, index),
             **({"envFrom": sources} if sources else {}),
-            "resources": _resources(spec, ranks_per_pod(attempt, role)),
-            "terminationMessagePath": Path.TERMINATION.value,
+            "resources": _container_resources(spec, ranks_per_pod(attempt, role)),
+            "terminationMessagePath": PodPath.TERMINATION.value,
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -141,21 +146,21 @@ def _container(attempt: Attempt, role: Role, index: int, container: dict[str, An
                 # no namespace but a privileged one admits the pod. The node limits how much may be pinned.
                 "capabilities": {"drop": ["ALL"]},
             },
-            "volumeMounts": mounts(attempt),
+            "volumeMounts": volume_mounts(attempt),
         }
     )
 
 
-def _resources(spec: Spec, gpus: int) -> dict[str, Any]:
-    given = spec.resources
-    devices: dict[str, Any] = {given.gpu_resource: gpus} if given.accelerator is Accelerator.GPU else {}
-    if given.rdma is not None:
-        devices |= {given.rdma.resource: given.rdma.count}
-    memory = {} if given.memory is None else {"memory": given.memory}
-    cpu = {} if given.cpu is None else {"cpu": given.cpu}
+def _container_resources(spec: Spec, gpus: int) -> dict[str, Any]:
+    resources = spec.resources
+    devices: dict[str, Any] = {resources.gpu_resource: gpus} if resources.accelerator is Accelerator.GPU else {}
+    if resources.rdma is not None:
+        devices |= {resources.rdma.resource: resources.rdma.count}
+    memory = {} if resources.memory is None else {"memory": resources.memory}
+    cpu = {} if resources.cpu is None else {"cpu": resources.cpu}
     parts = {"limits": devices | memory, "requests": cpu | devices | memory}
     return {name: amounts for name, amounts in parts.items() if amounts}
 
 
-def _port(name: str, port: Port) -> dict[str, Any]:
+def _port_field(name: str, port: PodPort) -> dict[str, Any]:
     return {"name": name, "containerPort": port.value}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.contract.pods import Label, Port
+from moejob_api.contract.pods import Label, PodPort
 from moejob_operator.actions import Kind
-from moejob_operator.children.attempt import Attempt, JobNetwork, metadata
+from moejob_operator.children.attempt import Attempt, JobNetwork, job_metadata
 
 # The key of the Secret whose value pods get as MOEJOB_SECRET.
 SECRET_KEY = "secret"
@@ -14,26 +14,26 @@ SECRET_KEY = "secret"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "moejob", "app.kubernetes.io/component": "operator"}
 
 
-def service(attempt: Attempt) -> dict[str, Any]:
+def service_manifest(attempt: Attempt) -> dict[str, Any]:
     """The headless Service: a DNS name for every pod."""
     return {
         "apiVersion": "v1",
         "kind": Kind.SERVICE.value,
-        "metadata": metadata(attempt, attempt.service),
+        "metadata": job_metadata(attempt, attempt.service),
         "spec": {
             "clusterIP": "None",
             # Ranks meet before any of them is ready, and get ready only by meeting.
             "publishNotReadyAddresses": True,
             "selector": {Label.JOB.value: attempt.name, Label.JOB_UID.value: attempt.uid},
             "ports": [
-                {"name": "progress", "port": Port.PROGRESS.value},
-                {"name": "rendezvous", "port": Port.RENDEZVOUS.value},
+                {"name": "progress", "port": PodPort.PROGRESS.value},
+                {"name": "rendezvous", "port": PodPort.RENDEZVOUS.value},
             ],
         },
     }
 
 
-def claim(attempt: Attempt) -> dict[str, Any] | None:
+def claim_manifest(attempt: Attempt) -> dict[str, Any] | None:
     """The claim; None when the job brings its own."""
     storage = attempt.spec.storage
     if storage.claim_name is not None:
@@ -41,7 +41,7 @@ def claim(attempt: Attempt) -> dict[str, Any] | None:
     return {
         "apiVersion": "v1",
         "kind": Kind.CLAIM.value,
-        "metadata": metadata(attempt, attempt.claim),
+        "metadata": job_metadata(attempt, attempt.claim_name),
         "spec": {
             "accessModes": [mode.value for mode in storage.access_modes],
             "resources": {"requests": {"storage": storage.size}},
@@ -50,7 +50,7 @@ def claim(attempt: Attempt) -> dict[str, Any] | None:
     }
 
 
-def secret(attempt: Attempt) -> dict[str, Any]:
+def secret_manifest(attempt: Attempt) -> dict[str, Any]:
     """The Secret by which pods of a job know each other, without its data: its creation makes the value.
 
     A job has one for all attempts, which engines outlive. Launchers derive the key of an attempt from it.
@@ -58,37 +58,40 @@ def secret(attempt: Attempt) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": Kind.SECRET.value,
-        "metadata": metadata(attempt, attempt.access),
+        "metadata": job_metadata(attempt, attempt.access_name),
         "type": "Opaque",
         "immutable": True,
     }
 
 
-def network_policy(attempt: Attempt) -> dict[str, Any] | None:
+def network_policy_manifest(attempt: Attempt) -> dict[str, Any] | None:
     """The policy that lets only the job's own pods and its observers in; None where the operator makes none."""
     if attempt.network is None:
         return None
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": Kind.NETWORK_POLICY.value,
-        "metadata": metadata(attempt, attempt.access),
+        "metadata": job_metadata(attempt, attempt.access_name),
         "spec": {
-            "podSelector": _own(attempt),
+            "podSelector": _job_pod_selector(attempt),
             "policyTypes": ["Ingress"],
             "ingress": [
                 # All ports: gloo and NCCL listen on whichever are free.
-                {"from": [{"podSelector": _own(attempt)}]},
-                {"from": _observers(attempt.network), "ports": [{"port": Port.PROGRESS.value, "protocol": "TCP"}]},
+                {"from": [{"podSelector": _job_pod_selector(attempt)}]},
+                {
+                    "from": _observer_peers(attempt.network),
+                    "ports": [{"port": PodPort.PROGRESS.value, "protocol": "TCP"}],
+                },
             ],
         },
     }
 
 
-def _own(attempt: Attempt) -> dict[str, Any]:
+def _job_pod_selector(attempt: Attempt) -> dict[str, Any]:
     return {"matchLabels": {Label.JOB_UID.value: attempt.uid}}
 
 
-def _observers(network: JobNetwork) -> list[dict[str, Any]]:
+def _observer_peers(network: JobNetwork) -> list[dict[str, Any]]:
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": network.operator_namespace}},
         "podSelector": {"matchLabels": OPERATOR_LABELS},

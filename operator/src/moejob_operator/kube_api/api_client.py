@@ -45,11 +45,11 @@ _USER_AGENT = "moejob-operator"
 _READ_AHEAD_BYTES = 2 * 1024 * 1024
 
 
-class Absent(Exception):
+class NotFound(Exception):
     """There is no such object, or no such API."""
 
 
-class Exists(Exception):
+class AlreadyExists(Exception):
     """There is an object of that name already."""
 
 
@@ -83,7 +83,7 @@ _METHODS = {
 class RequestMetrics(Protocol):
     """The counters of requests."""
 
-    def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
+    def count_request(self, verb: str, resource: str, code: str, seconds: float) -> None:
         """Count one request, with the code of its response, or a word for the reason that there is none."""
 
 
@@ -95,22 +95,22 @@ class Listing:
     version: str
 
 
-def listing_of(page: Raw) -> Listing:
+def read_listing(page: Raw) -> Listing:
     """Return a page of a list. It adds API version and kind, which lists leave out of their items."""
     common = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
     return Listing(tuple(common | item for item in page.get("items") or ()), page["metadata"]["resourceVersion"])
 
 
-async def configuration(kubeconfig: Path | None) -> client.Configuration:
+async def load_configuration(kubeconfig: Path | None) -> client.Configuration:
     """Find the API server: by the given file, else as a pod does, else as kubectl does."""
-    found = client.Configuration()
+    settings = client.Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
+        config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=None if kubeconfig is None else str(kubeconfig), client_configuration=found
+            config_file=None if kubeconfig is None else str(kubeconfig), client_configuration=settings
         )
-    return found
+    return settings
 
 
 class ApiClient:
@@ -129,7 +129,7 @@ class ApiClient:
         self._metrics = metrics
         self.seconds = seconds
         self._patience = aiohttp.ClientTimeout(total=None)
-        self._free = asyncio.Semaphore(concurrency)
+        self._connections = asyncio.Semaphore(concurrency)
 
     async def close(self) -> None:
         """Close its connections."""
@@ -140,10 +140,12 @@ class ApiClient:
         """Return the address of the API server."""
         return str(self._settings.host)
 
-    def session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
+    def new_session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         """Return another session with the same server and credentials; the caller closes it."""
 
-        async def sign(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        async def sign_request(
+            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+        ) -> aiohttp.ClientResponse:
             bearer = await self._settings.get_api_key_with_prefix("BearerToken")
             if bearer:
                 request.headers["Authorization"] = bearer
@@ -157,40 +159,46 @@ class ApiClient:
             read_bufsize=_READ_AHEAD_BYTES,
             headers={"User-Agent": _USER_AGENT},
             proxy=self._settings.proxy,
-            middlewares=(middleware, sign),
+            middlewares=(middleware, sign_request),
         )
 
     async def get(self, path: str) -> Raw:
         """Get the object at a path; it is an error when there is none."""
-        return await self._call(_Request(Verb.GET, path))
+        return await self._send_request(_Request(Verb.GET, path))
 
     async def create(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Create an object in the collection at a path; a taken name is an error. Returns the metadata."""
-        return await self._call(_Request(Verb.CREATE, _as_given(path), body, accept=METADATA), within)
+        return await self._send_request(
+            _Request(Verb.CREATE, _with_field_validation(path), body, accept=METADATA), within
+        )
 
     async def try_to_create(self, path: str, body: Raw) -> None:
         """Answer as `create` would, and add nothing: a dry run."""
-        await self._call(_Request(Verb.CREATE, f"{_as_given(path)}&dryRun=All", body, accept=METADATA))
+        await self._send_request(
+            _Request(Verb.CREATE, f"{_with_field_validation(path)}&dryRun=All", body, accept=METADATA)
+        )
 
     async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Replace the object whose version the body carries, else Conflict. Returns the metadata."""
-        return await self._call(_Request(Verb.UPDATE, _as_given(path), body, accept=METADATA), within)
+        return await self._send_request(
+            _Request(Verb.UPDATE, _with_field_validation(path), body, accept=METADATA), within
+        )
 
-    async def merge(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
+    async def patch(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
         """Patch the object at a path; Conflict when the body carries another resourceVersion."""
-        return await self._call(_Request(Verb.PATCH, path, body, content_type))
+        return await self._send_request(_Request(Verb.PATCH, path, body, content_type))
 
     async def delete(self, path: str, options: Raw, within: float | None = None) -> Raw:
         """Delete the object at a path; Conflict when its UID is another. Returns the metadata, or a Status."""
-        return await self._call(_Request(Verb.DELETE, path, options, accept=METADATA), within)
+        return await self._send_request(_Request(Verb.DELETE, path, options, accept=METADATA), within)
 
-    async def pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
+    async def list_pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
         """The collection at a path as it is now, in pages of one version: 10,000 pods at once would fill our memory."""
         more = version = ""
         while True:
-            asked = dict(query) | {"limit": str(PAGE)} | ({"continue": more} if more else {})
-            page = await self._call(_Request(Verb.LIST, f"{path}?{urlencode(asked)}"))
-            listing = listing_of(page)
+            parameters = dict(query) | {"limit": str(PAGE)} | ({"continue": more} if more else {})
+            page = await self._send_request(_Request(Verb.LIST, f"{path}?{urlencode(parameters)}"))
+            listing = read_listing(page)
             version = version or listing.version
             yield Listing(listing.items, version)
             more = page["metadata"].get("continue") or ""
@@ -202,45 +210,47 @@ class ApiClient:
 
         A silence of more than a minute means a dead connection: a bookmark comes every minute.
         """
-        lasting = random.uniform(0.5, 1.0) * _WATCH_SECONDS
-        asked = dict(query) | {
+        watch_seconds = random.uniform(0.5, 1.0) * _WATCH_SECONDS
+        parameters = dict(query) | {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
-            "timeoutSeconds": f"{lasting:.0f}",
+            "timeoutSeconds": f"{watch_seconds:.0f}",
         }
-        request = _Request(Verb.WATCH, f"{path}?{urlencode(asked)}")
+        request = _Request(Verb.WATCH, f"{path}?{urlencode(parameters)}")
         patience = aiohttp.ClientTimeout(total=None, sock_connect=self.seconds, sock_read=_SILENCE_SECONDS)
         try:
-            async with self._measured(request) as answer:
-                response = await self._opened(request, patience)
-                answer.code = str(response.status)
+            async with self._measure_request(request) as outcome:
+                response = await self._open_response(request, patience)
+                outcome.code = str(response.status)
             async with response:
                 if response.status != 200:
-                    understood(str(response.status), await response.read(), f"watch {path}")
-                async for line in lines(response.content):
+                    parse_response(str(response.status), await response.read(), f"watch {path}")
+                async for line in read_lines(response.content):
                     yield watch_event(line)
         except (aiohttp.ClientError, OSError) as error:
             raise Retryable(f"the watch of {path} broke: {error!r}") from error
 
-    async def _call(self, request: _Request, within: float | None = None) -> Raw:
+    async def _send_request(self, request: _Request, within: float | None = None) -> Raw:
         seconds = self.seconds if within is None else min(self.seconds, within)
-        async with self._measured(request) as answer:
+        async with self._measure_request(request) as outcome:
             try:
                 # The deadline covers the wait for a free connection, too.
-                async with asyncio.timeout(seconds), self._free:
-                    answer.code, content = await self._sent(request)
+                async with asyncio.timeout(seconds), self._connections:
+                    outcome.code, content = await self._fetch_response(request)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                answer.code = "timeout" if isinstance(error, TimeoutError) else "unreachable"
-                said = str(error) or f"{seconds:g} s passed"
-                raise Retryable(f"the API server does not answer: {said}") from error
-        return understood(answer.code, content, f"{request.verb} {request.path.partition('?')[0]}")
+                outcome.code = "timeout" if isinstance(error, TimeoutError) else "unreachable"
+                reason = str(error) or f"{seconds:g} s passed"
+                raise Retryable(f"the API server does not answer: {reason}") from error
+        return parse_response(outcome.code, content, f"{request.verb} {request.path.partition('?')[0]}")
 
-    async def _sent(self, request: _Request) -> tuple[str, bytes]:
-        async with await self._opened(request) as response:
+    async def _fetch_response(self, request: _Request) -> tuple[str, bytes]:
+        async with await self._open_response(request) as response:
             return str(response.status), await response.read()
 
-    async def _opened(self, request: _Request, patience: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientResponse:
+    async def _open_response(
+        self, request: _Request, patience: aiohttp.ClientTimeout | None = None
+    ) -> aiohttp.ClientResponse:
         headers = {"Content-Type": request.content_type, "Accept": request.accept, "User-Agent": _USER_AGENT}
         bearer = await self._settings.get_api_key_with_prefix("BearerToken")
         if bearer:
@@ -257,14 +267,14 @@ class ApiClient:
         )
 
     @asynccontextmanager
-    async def _measured(self, request: _Request) -> AsyncIterator[_Answer]:
-        started, answer = time.monotonic(), _Answer()
+    async def _measure_request(self, request: _Request) -> AsyncIterator[_RequestOutcome]:
+        started, outcome = time.monotonic(), _RequestOutcome()
         try:
-            yield answer
+            yield outcome
         finally:
-            seconds, resource = time.monotonic() - started, resource_of(request.path)
-            self._metrics.requested(request.verb, resource, answer.code, seconds)
-            log.debug("request", verb=request.verb, resource=resource, code=answer.code, seconds=round(seconds, 6))
+            seconds, resource = time.monotonic() - started, requested_resource(request.path)
+            self._metrics.count_request(request.verb, resource, outcome.code, seconds)
+            log.debug("request", verb=request.verb, resource=resource, code=outcome.code, seconds=round(seconds, 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,30 +287,30 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _RequestOutcome:
     code: str = "cancelled"
 
 
-def resource_of(path: str) -> str:
+def requested_resource(path: str) -> str:
     """The plural in a path, with the subresource: pods, moetrainingjobs/status. Never a name: metrics live for ever."""
     parts = path.partition("?")[0].strip("/").split("/")
     # /api/v1 or /apis/GROUP/VERSION in front.
-    rest = parts[2:] if parts[0] == "api" else parts[3:]
-    if len(rest) > 2 and rest[0] == "namespaces":
-        rest = rest[2:]
-    return "/".join([*rest[:1], *rest[2:3]]) or "discovery"
+    segments = parts[2:] if parts[0] == "api" else parts[3:]
+    if len(segments) > 2 and segments[0] == "namespaces":
+        segments = segments[2:]
+    return "/".join([*segments[:1], *segments[2:3]]) or "discovery"
 
 
-async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def read_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Yield whole lines of any length, which the reader's own method cannot. An unfinished last line is dropped."""
-    held = b""
+    incomplete = b""
     async for chunk in content.iter_any():
-        *lines, held = (held + chunk).split(b"\n")
+        *lines, incomplete = (incomplete + chunk).split(b"\n")
         for line in lines:
             yield line
 
 
-def _as_given(path: str) -> str:
+def _with_field_validation(path: str) -> str:
     """Add the query of a write, unless the path has a query with a field validation already."""
     return path if "?" in path else f"{path}?{_AS_GIVEN}"
 
@@ -311,33 +321,33 @@ def watch_event(line: bytes) -> Raw:
         event = orjson.loads(line)
         kind, raw = event["type"], event["object"]
         if kind == "ERROR":
-            raise _refusal(raw.get("code") or 500, raw.get("reason") or "", str(raw.get("message")))
+            raise _refusal_error(raw.get("code") or 500, raw.get("reason") or "", str(raw.get("message")))
         int(raw["metadata"]["resourceVersion"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Retryable(f"no event of a watch: {line[:_SHOWN_CHARACTERS]!r}") from error
     return {"type": kind, "object": raw}
 
 
-def understood(code: str, content: bytes, asked: str) -> Raw:
+def parse_response(code: str, content: bytes, request_name: str) -> Raw:
     """Return the object in a response, or raise the error that its refusal means."""
     number = int(code)
     try:
-        answer = orjson.loads(content)
+        document = orjson.loads(content)
     except ValueError:
-        answer = None
-    if number < 300 and isinstance(answer, dict):
-        return answer
-    status: Mapping[str, Any] = answer if isinstance(answer, dict) else {}
-    message = status.get("message") or f"{asked}: {code} {content[:_SHOWN_CHARACTERS].decode(errors='replace')}"
-    raise _refusal(number, status.get("reason") or "", str(message))
+        document = None
+    if number < 300 and isinstance(document, dict):
+        return document
+    status: Mapping[str, Any] = document if isinstance(document, dict) else {}
+    message = status.get("message") or f"{request_name}: {code} {content[:_SHOWN_CHARACTERS].decode(errors='replace')}"
+    raise _refusal_error(number, status.get("reason") or "", str(message))
 
 
-def _refusal(code: int, reason: str, message: str) -> Exception:
+def _refusal_error(code: int, reason: str, message: str) -> Exception:
     match code, reason:
         case 404, _:
-            return Absent(message)
+            return NotFound(message)
         case 409, "AlreadyExists":
-            return Exists(message)
+            return AlreadyExists(message)
         case 409, _:
             return Conflict(message)
         case 410, _:

@@ -12,15 +12,15 @@ from uuid import uuid4
 
 from moejob_api.contract.pods import PodProgress
 from moejob_api.job import KIND
-from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
+from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.children.shared import SECRET_KEY
-from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists
+from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameInTheWay, Raw, Retryable
+from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound
 from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
-from moejob_operator.kube_api.live_lists import JOBS, LiveLists, collection
-from moejob_operator.kube_api.pod_client import Mute, PodClient
+from moejob_operator.kube_api.live_lists import JOBS, LiveLists, collection_path
+from moejob_operator.kube_api.pod_client import MutePod, PodClient
 from moejob_operator.logs import Log
-from moejob_operator.observed import is_as_made, is_unheard, taken_by_taint
+from moejob_operator.observed import is_as_made, is_taken_by_taint, is_unheard
 
 log = Log(__name__)
 
@@ -43,49 +43,49 @@ class ApiServer:
     pods: PodClient
     identity: str
     remaining_seconds: Callable[[], float]
-    status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+    on_status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    async def job(self, key: JobKey) -> Raw | None:
+    async def get_job(self, key: JobKey) -> Raw | None:
         """The job as the watches and our own writes last showed it; an older one cannot be written anyway."""
-        return self.cache.job(key)
+        return self.cache.find_job(key)
 
-    async def children(self, key: JobKey, *, live: bool) -> Children:
+    async def list_children(self, key: JobKey, *, live: bool) -> Children:
         """Return them from the cache, or list them now, which also updates the cache."""
         if live:
             pods, services, claims, groups = await asyncio.gather(
-                *(self.lists.of_job(kind, key) for kind in CHILD_KINDS)
+                *(self.lists.list_of_job(kind, key) for kind in CHILD_KINDS)
             )
-            found = Children(pods, services, claims, groups)
+            children = Children(pods, services, claims, groups)
         else:
-            found = self.cache.children(key)
-        doubted = {node for pod in found.pods if (node := _doubted_node(pod, self.clock())) is not None}
-        lost = [node for node in sorted(doubted) if await self._is_lost(node)]
-        return replace(found, lost_nodes=frozenset(lost))
+            children = self.cache.find_children(key)
+        doubted = {node for pod in children.pods if (node := _doubted_node(pod, self.clock())) is not None}
+        lost = [node for node in sorted(doubted) if await self._is_node_lost(node)]
+        return replace(children, lost_nodes=frozenset(lost))
 
-    async def _is_lost(self, node: str) -> bool:
+    async def _is_node_lost(self, node: str) -> bool:
         """Return whether a node is gone, or has been silent for so long that the cluster reports it."""
         try:
-            found = await self.api.get(f"/api/v1/nodes/{node}")
-        except Absent:
+            node_body = await self.api.get(f"/api/v1/nodes/{node}")
+        except NotFound:
             return True
         except Forbidden as error:
             # An operator for one namespace may have no right to nodes: its pods then wait for a person.
             log.warning("cannot see whether a node is lost", node=node, error=str(error))
             return False
-        conditions = (found.get("status") or {}).get("conditions") or ()
+        conditions = (node_body.get("status") or {}).get("conditions") or ()
         return any(condition["type"] == "Ready" and condition["status"] == "Unknown" for condition in conditions)
 
-    async def progress(self, pod: Raw) -> PodProgress | None:
+    async def get_progress(self, pod: Raw) -> PodProgress | None:
         """Return the reply on the pod's progress port. Its author may be anyone, so every field is validated."""
         address = (pod.get("status") or {}).get("podIP")
         if not address:
             return None
         try:
-            return await self.pods.progress(address)
-        except Mute as error:
+            return await self.pods.get_progress(address)
+        except MutePod as error:
             log.debug("a pod says nothing", pod=pod["metadata"]["name"], error=str(error))
             return None
 
@@ -94,43 +94,43 @@ class ApiServer:
     async def ensure(self, manifest: Manifest) -> None:
         """Create an object. An existing one counts when it looks as created, or when no other job can have its name."""
         kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
-        path = collection(kind, metadata["namespace"], manifest["apiVersion"])
+        path = collection_path(kind, metadata["namespace"], manifest["apiVersion"])
         try:
-            created = await self.api.create(path, _filled(manifest), within=self._within())
-        except Exists:
+            created = await self.api.create(path, _fill_secret(manifest), within=self._write_seconds())
+        except AlreadyExists:
             if kind in WRITE_ONLY:
                 return
-            self.cache.seen(kind, await self._ours(f"{path}/{metadata['name']}", manifest))
+            self.cache.record_object(kind, await self._get_owned(f"{path}/{metadata['name']}", manifest))
             return
         except Conflict as conflict:
             # Two clients used a quota at once; no object has changed.
             raise Retryable(str(conflict)) from conflict
-        except Absent as absent:
+        except NotFound as absent:
             raise Forbidden(f"{kind} {metadata['name']} cannot be created: {absent}") from absent
         if kind in WRITE_ONLY:
             return
         # The watch brings what a kubelet or a controller adds.
-        self.cache.seen(kind, {**manifest, "metadata": created["metadata"]})
+        self.cache.record_object(kind, {**manifest, "metadata": created["metadata"]})
 
-    async def lacks(self, manifest: Manifest) -> bool:
+    async def is_missing(self, manifest: Manifest) -> bool:
         """Check by a dry run of the creation: a right to read Secrets would cover all Secrets."""
         kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
         try:
-            await self.api.try_to_create(collection(kind, metadata["namespace"], manifest["apiVersion"]), manifest)
-        except (Exists, Absent, Conflict, Forbidden):
+            await self.api.try_to_create(collection_path(kind, metadata["namespace"], manifest["apiVersion"]), manifest)
+        except (AlreadyExists, NotFound, Conflict, Forbidden):
             return False
         return True
 
-    async def _ours(self, path: str, manifest: Manifest) -> Raw:
+    async def _get_owned(self, path: str, manifest: Manifest) -> Raw:
         try:
-            found = await self.api.get(path)
-        except Absent as absent:
+            existing = await self.api.get(path)
+        except NotFound as absent:
             raise Retryable(f"{path} was there and is gone") from absent
-        if is_as_made(found, manifest):
-            return found
-        raise InTheWay(manifest)
+        if is_as_made(existing, manifest):
+            return existing
+        raise NameInTheWay(manifest)
 
-    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+    async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
         """Delete the object of this name and UID; a grace of 0 does not wait for a kubelet."""
         options = {
             "preconditions": {"uid": ref.uid},
@@ -138,24 +138,24 @@ class ApiServer:
         } | ({} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds})
         for api in self._apis_of(ref):
             try:
-                left = await self.api.delete(
-                    f"{collection(ref.kind, ref.namespace, api)}/{ref.name}", options, within=self._within()
+                reply = await self.api.delete(
+                    f"{collection_path(ref.kind, ref.namespace, api)}/{ref.name}", options, within=self._write_seconds()
                 )
-            except (Absent, Conflict):
+            except (NotFound, Conflict):
                 # Gone, or another object by now, which is none of our business.
                 continue
             # An object that ends slowly comes back with its deletion time; the watch reports one that is gone. An
             # object that another client deleted at the same moment comes back without its version.
-            known = self.cache.find(ref.kind, ref.namespace, ref.name)
-            metadata = left.get("metadata") or {}
-            if known is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
-                self.cache.seen(ref.kind, {**known, "metadata": metadata})
+            cached = self.cache.find_object(ref.kind, ref.namespace, ref.name)
+            metadata = reply.get("metadata") or {}
+            if cached is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
+                self.cache.record_object(ref.kind, {**cached, "metadata": metadata})
 
-    def _apis_of(self, ref: Ref) -> tuple[str, ...]:
+    def _apis_of(self, ref: ObjectReference) -> tuple[str, ...]:
         if ref.kind is not Kind.POD_GROUP:
             return ("",)
-        known = self.cache.find(ref.kind, ref.namespace, ref.name)
-        return self.lists.gangs.with_objects if known is None else (known["apiVersion"],)
+        cached = self.cache.find_object(ref.kind, ref.namespace, ref.name)
+        return self.lists.gangs.apis_with_objects if cached is None else (cached["apiVersion"],)
 
     async def write_status(self, job: Raw, status: Raw) -> None:
         """Replace the status. PUT, not a patch: fields that the new status lacks must go.
@@ -169,15 +169,15 @@ class ApiServer:
             "metadata": {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion")},
             "status": status,
         }
-        path = f"{collection(Kind.JOB, metadata['namespace'])}/{metadata['name']}/status"
+        path = f"{collection_path(Kind.JOB, metadata['namespace'])}/{metadata['name']}/status"
         try:
-            written = await self.api.replace(path, body, within=self._within())
-        except Absent as absent:
+            reply = await self.api.replace(path, body, within=self._write_seconds())
+        except NotFound as absent:
             raise Conflict(f"the job is gone: {absent}") from absent
-        self.cache.seen(Kind.JOB, {**job, "metadata": written["metadata"], "status": status})
-        self.status_written(job.get("status") or {}, status)
+        self.cache.record_object(Kind.JOB, {**job, "metadata": reply["metadata"], "status": status})
+        self.on_status_written(job.get("status") or {}, status)
 
-    async def post(self, job: Raw, event: Event) -> None:
+    async def post_event(self, job: Raw, event: Event) -> None:
         """Post an event; one that is lost is not posted again."""
         metadata, now = job["metadata"], self.clock()
         body = {
@@ -201,12 +201,12 @@ class ApiServer:
         }
         try:
             await self.api.create(
-                f"/apis/events.k8s.io/v1/namespaces/{metadata['namespace']}/events", body, within=self._within()
+                f"/apis/events.k8s.io/v1/namespaces/{metadata['namespace']}/events", body, within=self._write_seconds()
             )
-        except (Absent, Conflict, Exists, Forbidden, Retryable) as error:
+        except (NotFound, Conflict, AlreadyExists, Forbidden, Retryable) as error:
             log.info("an event was not posted", job=metadata["name"], reason=event.reason, error=str(error))
 
-    def _within(self) -> float:
+    def _write_seconds(self) -> float:
         """Return the seconds that a write may take: none may be under way when another replica can lead."""
         remaining = self.remaining_seconds()
         if remaining <= 0:
@@ -214,7 +214,7 @@ class ApiServer:
         return remaining
 
 
-def _filled(manifest: Manifest) -> Manifest:
+def _fill_secret(manifest: Manifest) -> Manifest:
     """Give a Secret its value, which is kept nowhere else."""
     if manifest["kind"] != Kind.SECRET:
         return manifest
@@ -231,4 +231,4 @@ def _doubted_node(pod: Raw, now: datetime) -> str | None:
     node: str | None = (pod.get("spec") or {}).get("nodeName")
     until = pod["metadata"].get("deletionTimestamp")
     is_overdue = until is not None and datetime.fromisoformat(until) < now
-    return node if node and (is_overdue or is_unheard(pod) or taken_by_taint(pod)) else None
+    return node if node and (is_overdue or is_unheard(pod) or is_taken_by_taint(pod)) else None

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Raw, Retryable
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Expired
+from moejob_operator.kube_api.api_client import ApiClient, Expired, NotFound
 from moejob_operator.kube_api.cache import Cache
-from moejob_operator.kube_api.live_lists import LiveLists, selected
+from moejob_operator.kube_api.live_lists import LiveLists, label_query
 from moejob_operator.logs import Log
 
 log = Log(__name__)
@@ -29,7 +29,7 @@ WATCHED = (Kind.POD, Kind.SERVICE, Kind.CLAIM)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
-class Pauses:
+class RetryPauses:
     """Pauses between attempts, doubling, and spread: all watches of all replicas lose their API server together."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Informer:
     lists: LiveLists
     reconcile: Callable[[JobKey], None]
     listed: asyncio.Event = field(default_factory=asyncio.Event)
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: RetryPauses = field(default_factory=RetryPauses)
 
     @property
     def name(self) -> str:
@@ -65,55 +65,55 @@ class Informer:
         """Watch for ever, whatever the API server does."""
         while True:
             try:
-                version = await self._list()
+                version = await self._list_objects()
                 while True:
-                    version = await self._follow(version)
+                    version = await self._follow_watch(version)
             except Expired:
                 log.info("a watch has expired", part=self.name)
-            except (Retryable, Forbidden, Absent) as error:
+            except (Retryable, Forbidden, NotFound) as error:
                 log.warning("cannot list", part=self.name, error=str(error))
                 await self.pauses.wait()
 
-    async def _list(self) -> str:
-        version = await self.lists.fill(self.kind)
+    async def _list_objects(self) -> str:
+        version = await self.lists.fill_cache(self.kind)
         self.listed.set()
         for key in self.lists.cache.all_keys():
             self.reconcile(key)
         return str(version)
 
-    async def _follow(self, version: str) -> str:
+    async def _follow_watch(self, version: str) -> str:
         """Watch until the connection ends; return the version to continue from."""
-        [path] = self.lists.paths(self.kind, self.lists.namespace)
-        begun = version
+        [path] = self.lists.api_paths(self.kind, self.lists.namespace)
+        start_version = version
         try:
-            async for event in self.api.watch(path, selected(self.kind), version):
+            async for event in self.api.watch(path, label_query(self.kind), version):
                 version = event["object"]["metadata"]["resourceVersion"]
-                receive(self.kind, event, self.lists.cache, self.reconcile)
+                receive_event(self.kind, event, self.lists.cache, self.reconcile)
         except Expired:
             raise
         except Retryable as error:
             log.info("a watch goes on", part=self.name, error=str(error))
-        if version == begun:
+        if version == start_version:
             await self.pauses.wait()
         else:
             self.pauses.reset()
         return version
 
 
-def receive(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
+def receive_event(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
     """Record one event. A bookmark only says that there was no other event up to its version."""
     raw = event["object"]
     match event["type"]:
         case "DELETED":
-            key = cache.gone(kind, raw)
+            key = cache.record_deletion(kind, raw)
         case "ADDED" | "MODIFIED":
-            key = cache.seen(kind, raw)
+            key = cache.record_object(kind, raw)
         case _:
             return
     if key is not None:
         reconcile(key)
 
 
-def watches(api: ApiClient, lists: LiveLists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
+def build_informers(api: ApiClient, lists: LiveLists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
     """Return an informer for each kind. `api` serves no other part: each informer holds a connection all the time."""
     return tuple(Informer(kind, api, lists, reconcile) for kind in WATCHED)

@@ -13,8 +13,8 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Listing
-from moejob_operator.kube_api.cache import Cache, owner, slim
+from moejob_operator.kube_api.api_client import ApiClient, Listing, NotFound
+from moejob_operator.kube_api.cache import Cache, owning_job, slim_object
 
 JOBS = f"{GROUP}/{VERSION}"
 OURS = f"{Label.MANAGED_BY}={MANAGED_BY}"
@@ -29,7 +29,7 @@ _RESOURCES = {
 }
 
 
-def collection(kind: Kind, namespace: str | None, api_version: str = "") -> str:
+def collection_path(kind: Kind, namespace: str | None, api_version: str = "") -> str:
     """The path of all objects of a kind; pod groups need the API of their scheduler."""
     api, plural = _RESOURCES.get(kind) or (api_version, "podgroups")
     root = "/api/v1" if api == "v1" else f"/apis/{api}"
@@ -41,28 +41,28 @@ class GangApis:
     """The gang schedulers of the cluster. Read again now and then: one may be installed while we run."""
 
     api: ApiClient
-    served: frozenset[GangApi] = frozenset()
+    served_apis: frozenset[GangApi] = frozenset()
 
     async def refresh(self) -> None:
         """Ask the API server what it serves."""
         groups = (await self.api.get("/apis"))["groups"]
         versions = {version["groupVersion"] for group in groups for version in group["versions"]}
-        self.served = frozenset(
+        self.served_apis = frozenset(
             {gang for gang in _WITH_OBJECTS if gang in versions and await self._has_pod_groups(gang)}
             | ({GangApi.KUEUE} if any(group["name"] == GangApi.KUEUE for group in groups) else set())
         )
 
     @property
-    def with_objects(self) -> tuple[GangApi, ...]:
+    def apis_with_objects(self) -> tuple[GangApi, ...]:
         """Return the served APIs that have pod groups to list."""
-        return tuple(gang for gang in _WITH_OBJECTS if gang in self.served)
+        return tuple(gang for gang in _WITH_OBJECTS if gang in self.served_apis)
 
     async def _has_pod_groups(self, gang: GangApi) -> bool:
         try:
-            found = await self.api.get(f"/apis/{gang}")
-        except Absent:
+            api_body = await self.api.get(f"/apis/{gang}")
+        except NotFound:
             return False
-        return any(resource["name"] == "podgroups" for resource in found.get("resources") or ())
+        return any(resource["name"] == "podgroups" for resource in api_body.get("resources") or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,63 +74,63 @@ class LiveLists:
     namespace: str | None
     gangs: GangApis
 
-    async def of_job(self, kind: Kind, key: JobKey) -> tuple[Raw, ...]:
+    async def list_of_job(self, kind: Kind, key: JobKey) -> tuple[Raw, ...]:
         """List all objects of a kind with the label of this job."""
         query = {"labelSelector": f"{OURS},{Label.JOB}={key.name}"}
-        found: list[Raw] = []
+        objects: list[Raw] = []
         versions = []
-        for path in self.paths(kind, key.namespace):
-            async for page in self._pages(kind, path, query):
-                found += (slim(kind, raw) for raw in page.items)
+        for path in self.api_paths(kind, key.namespace):
+            async for page in self._list_pages(kind, path, query):
+                objects += (slim_object(kind, raw) for raw in page.items)
                 versions.append(int(page.version))
         if versions:
-            self.cache.listed(kind, key, found, min(versions))
-        return tuple(found)
+            self.cache.record_list(kind, key, objects, min(versions))
+        return tuple(objects)
 
-    async def fill(self, kind: Kind) -> int:
+    async def fill_cache(self, kind: Kind) -> int:
         """List a kind into the cache, which then holds exactly these objects; return the version of the list."""
-        found, versions = list[Raw](), list[int]()
-        for path in self.paths(kind, self.namespace):
-            async for page in self._pages(kind, path, selected(kind)):
-                found += (slim(kind, raw) for raw in page.items)
+        objects, versions = list[Raw](), list[int]()
+        for path in self.api_paths(kind, self.namespace):
+            async for page in self._list_pages(kind, path, label_query(kind)):
+                objects += (slim_object(kind, raw) for raw in page.items)
                 versions.append(int(page.version))
         version = min(versions, default=0)
-        self.replace(kind, found, version)
+        self.replace_cached(kind, objects, version)
         return version
 
-    async def _pages(self, kind: Kind, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
+    async def _list_pages(self, kind: Kind, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
         try:
-            async for page in self.api.pages(path, query):
+            async for page in self.api.list_pages(path, query):
                 yield page
-        except Absent:
+        except NotFound:
             # A gang scheduler may be uninstalled between the look at what is served and this list.
             if kind is not Kind.POD_GROUP:
                 raise
 
-    def replace(self, kind: Kind, raws: Iterable[Raw], version: int) -> None:
+    def replace_cached(self, kind: Kind, raws: Iterable[Raw], version: int) -> None:
         """Make the cache hold exactly these objects, which were all of a kind at a version."""
-        found: dict[JobKey, list[Raw]] = {}
+        objects_by_job: dict[JobKey, list[Raw]] = {}
         for raw in raws:
-            key = owner(kind, raw)
+            key = owning_job(kind, raw)
             if key is not None:
-                found.setdefault(key, []).append(raw)
+                objects_by_job.setdefault(key, []).append(raw)
         # Objects in other namespaces belong to other lists.
-        known = {key for key in self.cache.all_keys() if self.namespace in (None, key.namespace)}
-        for key in known | set(found):
-            self.cache.listed(kind, key, found.get(key, ()), version)
+        cached_keys = {key for key in self.cache.all_keys() if self.namespace in (None, key.namespace)}
+        for key in cached_keys | set(objects_by_job):
+            self.cache.record_list(kind, key, objects_by_job.get(key, ()), version)
         if kind is Kind.JOB:
-            self.cache.complete(self.namespace, version)
+            self.cache.mark_complete(self.namespace, version)
 
     def watch_name(self, kind: Kind) -> str:
         """Name of the watch of a kind, for people."""
         return f"watch of {kind}" if self.namespace is None else f"watch of {kind} in {self.namespace}"
 
-    def paths(self, kind: Kind, namespace: str | None) -> tuple[str, ...]:
+    def api_paths(self, kind: Kind, namespace: str | None) -> tuple[str, ...]:
         """Return the API paths of objects of a kind; pod groups have as many as there are gang schedulers."""
-        apis = self.gangs.with_objects if kind is Kind.POD_GROUP else ("",)
-        return tuple(collection(kind, namespace, api) for api in apis)
+        apis = self.gangs.apis_with_objects if kind is Kind.POD_GROUP else ("",)
+        return tuple(collection_path(kind, namespace, api) for api in apis)
 
 
-def selected(kind: Kind) -> Mapping[str, str]:
+def label_query(kind: Kind) -> Mapping[str, str]:
     """Return the query of a list or a watch: all jobs, and of other kinds only the operator's own objects."""
     return {} if kind is Kind.JOB else {"labelSelector": OURS}

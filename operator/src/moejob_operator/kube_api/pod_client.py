@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from moejob_api.contract.pods import HttpPath, PodProgress, Port
+from moejob_api.contract.pods import HttpPath, PodPort, PodProgress
 
 # A pod of 16 ranks says 2 kB.
 PROGRESS_BYTES = 64 * 1024
@@ -20,7 +20,7 @@ HEAD_BYTES = 16 * 1024
 _CONVERSATIONS = 256
 
 
-class Mute(Exception):
+class MutePod(Exception):
     """A pod gives no readable reply."""
 
 
@@ -29,54 +29,54 @@ class PodClient:
     """Asks pods, each for at most `seconds`."""
 
     seconds: float
-    port: int = Port.PROGRESS.value
+    port: int = PodPort.PROGRESS.value
     conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
 
-    async def progress(self, address: str) -> PodProgress:
+    async def get_progress(self, address: str) -> PodProgress:
         """Return the progress that the pod at an address reports; it is an error when it reports none."""
         # The wait for a turn does not count as the pod's silence.
         async with self.conversations:
             try:
                 async with asyncio.timeout(self.seconds):
-                    content = await self._get(address)
+                    content = await self._request_progress(address)
             except (OSError, TimeoutError) as error:
-                raise Mute(repr(error)) from error
-        return parsed(content)
+                raise MutePod(repr(error)) from error
+        return parse_progress(content)
 
-    async def _get(self, address: str) -> bytes:
+    async def _request_progress(self, address: str) -> bytes:
         reader, writer = await asyncio.open_connection(address, self.port, limit=HEAD_BYTES)
         try:
             host = f"[{address}]" if ":" in address else address
             writer.write(f"GET {HttpPath.PROGRESS} HTTP/1.0\r\nHost: {host}:{self.port}\r\n\r\n".encode())
-            return await answered(reader)
+            return await read_response_body(reader)
         finally:
             writer.transport.abort()
 
 
-async def answered(reader: asyncio.StreamReader) -> bytes:
+async def read_response_body(reader: asyncio.StreamReader) -> bytes:
     """Return the body of a response; it is an error when it is no HTTP, too long, or no success."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         _, status, *_ = head.partition(b"\r\n")[0].split(b" ")
     except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise Mute(f"it does not speak HTTP: {error!r}") from None
+        raise MutePod(f"it does not speak HTTP: {error!r}") from None
     if status != b"200":
-        raise Mute(f"it answers with {head[:100]!r}")
-    return await _body(reader)
+        raise MutePod(f"it answers with {head[:100]!r}")
+    return await _read_bounded(reader)
 
 
-async def _body(reader: asyncio.StreamReader) -> bytes:
+async def _read_bounded(reader: asyncio.StreamReader) -> bytes:
     content = b""
     while chunk := await reader.read(HEAD_BYTES):
         content += chunk
         if len(content) > PROGRESS_BYTES:
-            raise Mute(f"it says more than {PROGRESS_BYTES} bytes")
+            raise MutePod(f"it says more than {PROGRESS_BYTES} bytes")
     return content
 
 
-def parsed(content: bytes) -> PodProgress:
+def parse_progress(content: bytes) -> PodProgress:
     """Parse the progress in a body, bounded and printable as the contract has it; without any it is an error."""
     try:
         return PodProgress.model_validate_json(content)
     except ValidationError as error:
-        raise Mute(str(error)[:500]) from None
+        raise MutePod(str(error)[:500]) from None

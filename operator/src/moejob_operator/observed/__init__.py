@@ -15,26 +15,35 @@ from moejob_api.contract.pods import PodProgress
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading
-from moejob_operator.observed.jobs import Job, Specs, job
-from moejob_operator.observed.ownership import Controller, controller, is_as_made, is_pod_of_earlier, place
-from moejob_operator.observed.pods import TAKEN_BY_TAINT, Ended, Pod, PodPhase, Waiting, is_unheard, pod, taken_by_taint
+from moejob_operator.observed.jobs import Job, SpecCache, read_job
+from moejob_operator.observed.ownership import ControllingJob, find_controller, is_as_made, is_pod_of_earlier, pod_place
+from moejob_operator.observed.pods import (
+    TAKEN_BY_TAINT,
+    ContainerEnd,
+    ContainerWait,
+    Pod,
+    PodPhase,
+    is_taken_by_taint,
+    is_unheard,
+    read_pod,
+)
 
 __all__ = [
     "TAKEN_BY_TAINT",
-    "Ended",
+    "ContainerEnd",
+    "ContainerWait",
     "Job",
-    "Observed",
+    "Observation",
     "Pod",
     "PodPhase",
     "PodReadings",
-    "Specs",
+    "SpecCache",
     "VolumeClaim",
     "VolumeClaimPhase",
-    "Waiting",
     "is_as_made",
+    "is_taken_by_taint",
     "is_unheard",
-    "observed",
-    "taken_by_taint",
+    "read_observation",
     "with_progress",
 ]
 
@@ -58,7 +67,7 @@ class VolumeClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observation:
     """The job and everything that belongs to it.
 
     Objects that only look like the job's are left out.
@@ -94,20 +103,20 @@ class PodReadings:
     """
 
     def __init__(self) -> None:
-        self._known: ExpiringCache[Mapping[int, PodReading]] = ExpiringCache()
+        self._readings: ExpiringCache[Mapping[int, PodReading]] = ExpiringCache()
 
-    def of(self, bodies: tuple[Raw, ...], about: Job) -> tuple[PodReading, ...]:
+    def read_bodies(self, bodies: tuple[Raw, ...], about: Job) -> tuple[PodReading, ...]:
         """Return the readings of bodies as a job sees them."""
-        owner = Controller(about.name, about.uid)
-        known = self._known.of(about.key, about.uid) or {}
-        found = tuple(known.get(id(body)) or _reading(body, owner) for body in bodies)
+        owner = ControllingJob(about.name, about.uid)
+        cached = self._readings.get(about.key, about.uid) or {}
+        readings = tuple(cached.get(id(body)) or _read_pod_body(body, owner) for body in bodies)
         # A cached reading keeps its body alive, so no other object can have the same id.
-        self._known.keep(about.key, about.uid, {id(reading.body): reading for reading in found})
-        return found
+        self._readings.store(about.key, about.uid, {id(reading.body): reading for reading in readings})
+        return readings
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
-        self._known.forget(key)
+        self._readings.forget(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,49 +128,55 @@ class PodReading:
     is_of_earlier: bool
 
 
-def observed(raw: Raw, children: Children, specs: Specs, readings: PodReadings | None = None) -> Observed:
+def read_observation(
+    raw: Raw, children: Children, specs: SpecCache, readings: PodReadings | None = None
+) -> Observation:
     """Read the job and its objects from API bodies."""
-    about = job(raw, specs)
-    owner = Controller(about.name, about.uid)
-    read = (readings or PodReadings()).of(children.pods, about)
-    return Observed(
+    about = read_job(raw, specs)
+    owner = ControllingJob(about.name, about.uid)
+    pod_readings = (readings or PodReadings()).read_bodies(children.pods, about)
+    return Observation(
         job=about,
-        pods=tuple(sorted((found.pod for found in read if found.pod is not None), key=lambda found: found.name)),
-        earlier_pods=tuple(sorted(_name(found.body) for found in read if found.is_of_earlier)),
-        services=frozenset(_name(body) for body in _ours(children.services, owner)),
-        claims=tuple(_claim(body) for body in _ours(children.claims, owner)),
-        pod_groups=frozenset(_name(body) for body in _ours(children.pod_groups, owner)),
+        pods=tuple(
+            sorted((entry.pod for entry in pod_readings if entry.pod is not None), key=lambda found: found.name)
+        ),
+        earlier_pods=tuple(sorted(_object_name(found.body) for found in pod_readings if found.is_of_earlier)),
+        services=frozenset(_object_name(body) for body in _owned_bodies(children.services, owner)),
+        claims=tuple(_read_claim(body) for body in _owned_bodies(children.claims, owner)),
+        pod_groups=frozenset(_object_name(body) for body in _owned_bodies(children.pod_groups, owner)),
         lost_nodes=children.lost_nodes,
     )
 
 
-def with_progress(seen: Observed, answers: Mapping[str, PodProgress]) -> Observed:
+def with_progress(observation: Observation, replies: Mapping[str, PodProgress]) -> Observation:
     """Add the progress that pods have reported. The reply of another job's pod does not count."""
-    by_uid = {found.uid: found for found in seen.pods}
+    by_uid = {known_pod.uid: known_pod for known_pod in observation.pods}
     # Addresses soon belong to other pods: the reply may come from another gang.
-    heard = {
-        uid: answer
-        for uid, answer in answers.items()
-        if uid in by_uid and (answer.attempt, answer.index) == (by_uid[uid].attempt, by_uid[uid].index)
+    matching_replies = {
+        uid: reply
+        for uid, reply in replies.items()
+        if uid in by_uid and (reply.attempt, reply.index) == (by_uid[uid].attempt, by_uid[uid].index)
     }
-    return replace(seen, was_polled=True, progress=MappingProxyType(heard))
+    return replace(observation, was_polled=True, progress=MappingProxyType(matching_replies))
 
 
-def _reading(body: Raw, owner: Controller) -> PodReading:
-    found = place(body, owner)
-    return PodReading(body, None if found is None else pod(body, found), is_pod_of_earlier(body, owner))
+def _read_pod_body(body: Raw, owner: ControllingJob) -> PodReading:
+    place_in_job = pod_place(body, owner)
+    return PodReading(
+        body, None if place_in_job is None else read_pod(body, place_in_job), is_pod_of_earlier(body, owner)
+    )
 
 
-def _ours(bodies: tuple[Raw, ...], owner: Controller) -> Iterator[Raw]:
-    return (body for body in bodies if controller(body) == owner)
+def _owned_bodies(bodies: tuple[Raw, ...], owner: ControllingJob) -> Iterator[Raw]:
+    return (body for body in bodies if find_controller(body) == owner)
 
 
-def _name(body: Raw) -> str:
-    return reading.text(reading.metadata(body).get("name"))
+def _object_name(body: Raw) -> str:
+    return reading.as_text(reading.object_metadata(body).get("name"))
 
 
-def _claim(body: Raw) -> VolumeClaim:
-    phase = reading.text(reading.mapping(body.get("status")).get("phase"))
+def _read_claim(body: Raw) -> VolumeClaim:
+    phase = reading.as_text(reading.as_mapping(body.get("status")).get("phase"))
     return VolumeClaim(
-        _name(body), VolumeClaimPhase(phase) if phase in list(VolumeClaimPhase) else VolumeClaimPhase.PENDING
+        _object_name(body), VolumeClaimPhase(phase) if phase in list(VolumeClaimPhase) else VolumeClaimPhase.PENDING
     )

@@ -20,7 +20,7 @@ from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading
 
 # The spec of a job, or the problems for which it cannot be read.
-Asked = tuple[Spec | None, tuple[Problem, ...]]
+ParsedSpec = tuple[Spec | None, tuple[Problem, ...]]
 
 # Each round drops at least one field that cannot be read.
 _ROUNDS = 64
@@ -51,92 +51,101 @@ class Job:
         return self.uid, self.generation
 
 
-class Specs:
+class SpecCache:
     """A cache of parsed specs, one for each job and generation: every reconcile reads the spec."""
 
-    def __init__(self, known: ExpiringCache[Asked] | None = None) -> None:
-        self._known: ExpiringCache[Asked] = ExpiringCache() if known is None else known
+    def __init__(self, parsed_specs: ExpiringCache[ParsedSpec] | None = None) -> None:
+        self._parsed_specs: ExpiringCache[ParsedSpec] = ExpiringCache() if parsed_specs is None else parsed_specs
         # By the section's name and its JSON. A section goes with the last job that holds it.
         self._sections: WeakValueDictionary[tuple[str, bytes], ApiModel] = WeakValueDictionary()
 
-    def asked(self, raw: Raw) -> Asked:
+    def read_spec(self, raw: Raw) -> ParsedSpec:
         """Return the spec of a job, or the reason that it cannot be read."""
-        about = reading.metadata(raw)
-        key = JobKey(reading.text(about.get("namespace")), reading.text(about.get("name")))
-        identity = (reading.text(about.get("uid")), _generation(about))
-        known = self._known.of(key, identity)
-        return self._known.keep(key, identity, self._thrifty(raw, _asked(raw))) if known is None else known
+        about = reading.object_metadata(raw)
+        key = JobKey(reading.as_text(about.get("namespace")), reading.as_text(about.get("name")))
+        identity = (reading.as_text(about.get("uid")), _read_generation(about))
+        cached = self._parsed_specs.get(key, identity)
+        return (
+            self._parsed_specs.store(key, identity, self._share_sections(raw, _parse_spec(raw)))
+            if cached is None
+            else cached
+        )
 
-    def _thrifty(self, raw: Raw, asked: Asked) -> Asked:
+    def _share_sections(self, raw: Raw, parsed: ParsedSpec) -> ParsedSpec:
         """Share equal sections between jobs, which saves memory: most sections hold defaults."""
-        spec, problems = asked
+        spec, problems = parsed
         if spec is None:
-            return asked
-        given = reading.mapping(raw.get("spec"))
-        own = {name: section for name, section in spec if name in given and isinstance(section, ApiModel)}
-        known = {name: self._sections.setdefault((name, orjson.dumps(given[name])), own[name]) for name in own}
-        return spec.model_copy(update={name: one for name, one in known.items() if one == own[name]}), problems
+            return parsed
+        spec_fields = reading.as_mapping(raw.get("spec"))
+        sections = {name: section for name, section in spec if name in spec_fields and isinstance(section, ApiModel)}
+        shared_sections = {
+            name: self._sections.setdefault((name, orjson.dumps(spec_fields[name])), sections[name])
+            for name in sections
+        }
+        return spec.model_copy(
+            update={name: shared for name, shared in shared_sections.items() if shared == sections[name]}
+        ), problems
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
-        self._known.forget(key)
+        self._parsed_specs.forget(key)
 
 
-def job(raw: Raw, specs: Specs) -> Job:
+def read_job(raw: Raw, specs: SpecCache) -> Job:
     """Read a job. An invalid body, which the webhook has not seen, has problems and raises nothing."""
-    about = reading.metadata(raw)
-    spec, problems = specs.asked(raw)
+    about = reading.object_metadata(raw)
+    spec, problems = specs.read_spec(raw)
     return Job(
-        name=reading.text(about.get("name")),
-        namespace=reading.text(about.get("namespace")),
-        uid=reading.text(about.get("uid")),
-        generation=_generation(about),
-        created_at=reading.time(about.get("creationTimestamp")),
+        name=reading.as_text(about.get("name")),
+        namespace=reading.as_text(about.get("namespace")),
+        uid=reading.as_text(about.get("uid")),
+        generation=_read_generation(about),
+        created_at=reading.as_time(about.get("creationTimestamp")),
         is_being_deleted=about.get("deletionTimestamp") is not None,
         spec=spec,
         problems=problems,
-        status=status(raw.get("status")),
+        status=read_status(raw.get("status")),
     )
 
 
-def status(raw: object) -> Status:
+def read_status(raw: object) -> Status:
     """Read the last status; fields that this version cannot read count as absent."""
-    text = json.dumps(reading.mapping(raw), default=str)
+    text = json.dumps(reading.as_mapping(raw), default=str)
     for _ in range(_ROUNDS):
         try:
             return Status.model_validate_json(text)
         except ValidationError as error:
             tree = json.loads(text)
-            for found in error.errors(include_url=False, include_context=False, include_input=False):
-                _drop(tree, found["loc"])
+            for problem in error.errors(include_url=False, include_context=False, include_input=False):
+                _drop_value(tree, problem["loc"])
             text = json.dumps(tree)
     return Status()
 
 
-def _generation(about: Raw) -> int:
-    return max(0, reading.whole(about.get("generation")) or 0)
+def _read_generation(about: Raw) -> int:
+    return max(0, reading.as_integer(about.get("generation")) or 0)
 
 
-def _asked(raw: Raw) -> Asked:
+def _parse_spec(raw: Raw) -> ParsedSpec:
     body = {name: value for name, value in raw.items() if name != "status"}
     try:
         return parse_job(body).spec, ()
-    except InvalidSpec as refused:
-        return None, refused.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
+    except InvalidSpec as refusal:
+        return None, refusal.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
 
 
-def _drop(tree: object, place: tuple[int | str, ...]) -> None:
+def _drop_value(tree: object, path: tuple[int | str, ...]) -> None:
     """Remove the value at a path; where there is none, remove the value that should hold it."""
-    *above, last = place
+    *above, last = path
     holder, outer = tree, None
     for step in above:
         outer = (holder, step)
-        holder = _inside(holder, step)
-    if not _removed(holder, last) and outer is not None:
-        _removed(*outer)
+        holder = _value_at(holder, step)
+    if not _remove_value(holder, last) and outer is not None:
+        _remove_value(*outer)
 
 
-def _inside(holder: object, step: int | str) -> object:
+def _value_at(holder: object, step: int | str) -> object:
     if isinstance(holder, dict):
         return holder.get(step)
     if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
@@ -144,7 +153,7 @@ def _inside(holder: object, step: int | str) -> object:
     return None
 
 
-def _removed(holder: object, step: int | str) -> bool:
+def _remove_value(holder: object, step: int | str) -> bool:
     if isinstance(holder, dict) and step in holder:
         del holder[step]
         return True

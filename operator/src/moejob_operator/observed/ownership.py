@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moejob_api.contract.pods import Label, Role, pod_name
+from moejob_api.contract.pods import Label, PodRole, pod_name
 from moejob_api.job import GROUP, KIND
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 
 
 @dataclass(frozen=True, slots=True)
-class Controller:
+class ControllingJob:
     """The job that controls an object, by its name and UID."""
 
     name: str
@@ -29,55 +29,68 @@ class Controller:
 class PodPlace:
     """The place of a pod in its job, of which its name is made."""
 
-    role: Role
+    role: PodRole
     attempt: int
     index: int
 
 
-def controller(raw: Raw) -> Controller | None:
+def find_controller(raw: Raw) -> ControllingJob | None:
     """Return the job that owner reference and labels of an object agree on; None when they do not."""
-    owners = reading.mappings(reading.metadata(raw).get("ownerReferences"))
-    found = next((_of(owner) for owner in owners if owner.get("controller") is True and _is_job(owner)), None)
-    return found if found is not None and _labelled(raw) == found else None
+    owners = reading.as_mappings(reading.object_metadata(raw).get("ownerReferences"))
+    referenced_job = next(
+        (_controller_of(owner) for owner in owners if owner.get("controller") is True and _is_job(owner)), None
+    )
+    return referenced_job if referenced_job is not None and _labelled_job(raw) == referenced_job else None
 
 
-def place(raw: Raw, job: Controller) -> PodPlace | None:
+def pod_place(raw: Raw, job: ControllingJob) -> PodPlace | None:
     """Return the place of a pod in this job; None for another job's pod, or when name and labels differ."""
-    found = _labelled_place(raw)
-    if found is None or controller(raw) != job:
+    labelled_place = _labelled_place(raw)
+    if labelled_place is None or find_controller(raw) != job:
         return None
-    is_named_so = reading.metadata(raw).get("name") == pod_name(job.name, found.role, found.attempt, found.index)
-    return found if is_named_so else None
+    is_named_so = reading.object_metadata(raw).get("name") == pod_name(
+        job.name, labelled_place.role, labelled_place.attempt, labelled_place.index
+    )
+    return labelled_place if is_named_so else None
 
 
-def is_pod_of_earlier(raw: Raw, job: Controller) -> bool:
+def is_pod_of_earlier(raw: Raw, job: ControllingJob) -> bool:
     """Return whether a pod is one of another job of the same name."""
-    other = controller(raw)
-    return other is not None and other.name == job.name and other != job and place(raw, other) is not None
+    controlling_job = find_controller(raw)
+    return (
+        controlling_job is not None
+        and controlling_job.name == job.name
+        and controlling_job != job
+        and pod_place(raw, controlling_job) is not None
+    )
 
 
 def is_as_made(raw: Raw, manifest: Mapping[str, Any]) -> bool:
     """Return whether an existing object looks as if it was created from this manifest."""
-    expected = controller(manifest)
-    return expected is not None and controller(raw) == expected and _labelled_place(raw) == _labelled_place(manifest)
+    expected = find_controller(manifest)
+    return (
+        expected is not None and find_controller(raw) == expected and _labelled_place(raw) == _labelled_place(manifest)
+    )
 
 
-def _of(owner: Raw) -> Controller:
-    return Controller(reading.text(owner.get("name")), reading.text(owner.get("uid")))
+def _controller_of(owner: Raw) -> ControllingJob:
+    return ControllingJob(reading.as_text(owner.get("name")), reading.as_text(owner.get("uid")))
 
 
 def _is_job(owner: Raw) -> bool:
     # Any version of the API: an object outlives the version that created it.
-    return owner.get("kind") == KIND and reading.text(owner.get("apiVersion")).partition("/")[0] == GROUP
+    return owner.get("kind") == KIND and reading.as_text(owner.get("apiVersion")).partition("/")[0] == GROUP
 
 
-def _labelled(raw: Raw) -> Controller:
-    return Controller(reading.text(reading.label(raw, Label.JOB)), reading.text(reading.label(raw, Label.JOB_UID)))
+def _labelled_job(raw: Raw) -> ControllingJob:
+    return ControllingJob(
+        reading.as_text(reading.find_label(raw, Label.JOB)), reading.as_text(reading.find_label(raw, Label.JOB_UID))
+    )
 
 
 def _labelled_place(raw: Raw) -> PodPlace | None:
-    role = reading.label(raw, Label.ROLE)
-    attempt, index = (reading.count(reading.label(raw, key)) for key in (Label.ATTEMPT, Label.INDEX))
-    if role not in list(Role) or attempt is None or index is None:
+    role = reading.find_label(raw, Label.ROLE)
+    attempt, index = (reading.as_count(reading.find_label(raw, key)) for key in (Label.ATTEMPT, Label.INDEX))
+    if role not in list(PodRole) or attempt is None or index is None:
         return None
-    return PodPlace(Role(role), attempt, index)
+    return PodPlace(PodRole(role), attempt, index)

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from pydantic import ValidationError
 
-from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, Role
+from moejob_api.contract.pods import TERMINATION_BYTES, PodRole, TerminationMessage
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 from moejob_operator.observed.ownership import PodPlace
@@ -37,18 +37,18 @@ class PodPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ContainerEnd:
     """The end of a container. Its message is raw where the launcher left no readable termination message."""
 
     exit_code: int | None
     reason: str
-    word: LastWord | None
+    termination: TerminationMessage | None
     message: str
-    at: datetime | None
+    ended_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class ContainerWait:
     """The reason why a container has not started, in the kubelet's words."""
 
     reason: str
@@ -61,7 +61,7 @@ class Pod:
 
     name: str
     uid: str
-    role: Role
+    role: PodRole
     attempt: int
     index: int
     phase: PodPhase
@@ -77,11 +77,11 @@ class Pod:
     is_unheard: bool
     ready_changed_at: datetime | None
     changed_at: datetime | None
-    ended: Ended | None
+    ended: ContainerEnd | None
     # The end before, where the kubelet restarts a container in the same pod, as it does with an engine; the message is
     # the last line of the log.
-    ended_before: Ended | None
-    waiting: Waiting | None
+    ended_before: ContainerEnd | None
+    waiting: ContainerWait | None
     unschedulable: str | None
     is_gated: bool
     # The reason of the condition by which the cluster takes the pod away.
@@ -96,39 +96,39 @@ class Pod:
         return self.ends_by is not None
 
 
-def pod(raw: Raw, place: PodPlace) -> Pod:
+def read_pod(raw: Raw, place: PodPlace) -> Pod:
     """The facts of the pod in one place."""
-    about, status = reading.metadata(raw), reading.mapping(raw.get("status"))
-    ready = reading.condition(status, "Ready")
-    scheduled = reading.condition(status, "PodScheduled")
+    about, status = reading.object_metadata(raw), reading.as_mapping(raw.get("status"))
+    ready = reading.find_condition(status, "Ready")
+    scheduled = reading.find_condition(status, "PodScheduled")
     is_waiting_for_node = scheduled.get("status") == "False"
-    spec = reading.mapping(raw.get("spec"))
+    spec = reading.as_mapping(raw.get("spec"))
     return Pod(
-        name=reading.text(about.get("name")),
-        uid=reading.text(about.get("uid")),
+        name=reading.as_text(about.get("name")),
+        uid=reading.as_text(about.get("uid")),
         role=place.role,
         attempt=place.attempt,
         index=place.index,
-        phase=_phase(status),
-        subdomain=reading.text(spec.get("subdomain")),
-        node=reading.text(spec.get("nodeName")) or None,
-        created_at=reading.time(about.get("creationTimestamp")),
+        phase=_read_phase(status),
+        subdomain=reading.as_text(spec.get("subdomain")),
+        node=reading.as_text(spec.get("nodeName")) or None,
+        created_at=reading.as_time(about.get("creationTimestamp")),
         started_at=_started_at(status),
-        ends_by=reading.time(about.get("deletionTimestamp")),
+        ends_by=reading.as_time(about.get("deletionTimestamp")),
         is_ready=ready.get("status") == "True",
         is_unheard=is_unheard(raw),
-        ready_changed_at=reading.time(ready.get("lastTransitionTime")),
+        ready_changed_at=reading.as_time(ready.get("lastTransitionTime")),
         changed_at=_changed_at(raw, status),
-        ended=_ended(_states(status)),
-        ended_before=_ended(_states(status, "lastState"), reading.last_line),
-        waiting=_waiting(status),
-        unschedulable=_message(scheduled)
+        ended=_container_end(_container_states(status)),
+        ended_before=_container_end(_container_states(status, "lastState"), reading.last_line),
+        waiting=_container_wait(status),
+        unschedulable=_read_message(scheduled)
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
         else None,
         is_gated=is_waiting_for_node and scheduled.get("reason") == "SchedulingGated",
-        disruption=_disruption(status),
-        reason=reading.text(status.get("reason")),
-        message=_message(status),
+        disruption=_disruption_reason(status),
+        reason=reading.as_text(status.get("reason")),
+        message=_read_message(status),
     )
 
 
@@ -137,44 +137,47 @@ def is_unheard(raw: Raw) -> bool:
 
     No kubelet reports this: the node controller marks the pods of a silent node so.
     """
-    status = reading.mapping(raw.get("status"))
-    said = {kind: reading.condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
-    return said == {"Ready": "False", "ContainersReady": "True"}
+    status = reading.as_mapping(raw.get("status"))
+    statuses = {kind: reading.find_condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
+    return statuses == {"Ready": "False", "ContainersReady": "True"}
 
 
-def taken_by_taint(raw: Raw) -> bool:
+def is_taken_by_taint(raw: Raw) -> bool:
     """Return whether the cluster deletes a pod because of a taint of its node."""
-    return _disruption(reading.mapping(raw.get("status"))) == TAKEN_BY_TAINT
+    return _disruption_reason(reading.as_mapping(raw.get("status"))) == TAKEN_BY_TAINT
 
 
-def _disruption(status: Raw) -> str | None:
-    found = (reading.condition(status, kind) for kind in _TAKEN_AWAY)
-    return next((reading.text(taken.get("reason")) for taken in found if taken.get("status") == "True"), None)
+def _disruption_reason(status: Raw) -> str | None:
+    conditions = (reading.find_condition(status, kind) for kind in _TAKEN_AWAY)
+    return next(
+        (reading.as_text(condition.get("reason")) for condition in conditions if condition.get("status") == "True"),
+        None,
+    )
 
 
-def _phase(status: Raw) -> PodPhase:
-    phase = reading.text(status.get("phase"))
+def _read_phase(status: Raw) -> PodPhase:
+    phase = reading.as_text(status.get("phase"))
     # A pod that was created this moment has no phase yet.
     return PodPhase(phase or PodPhase.PENDING) if not phase or phase in list(PodPhase) else PodPhase.UNKNOWN
 
 
-def _message(holder: Raw) -> str:
-    return reading.text(holder.get("message"))[:_MESSAGE_CHARACTERS]
+def _read_message(holder: Raw) -> str:
+    return reading.as_text(holder.get("message"))[:_MESSAGE_CHARACTERS]
 
 
-def _states(status: Raw, which: str = "state") -> tuple[Raw, ...]:
+def _container_states(status: Raw, which: str = "state") -> tuple[Raw, ...]:
     """Present or last states of the containers, init containers first: those are what a pod waits for first."""
     containers = (
-        *reading.mappings(status.get("initContainerStatuses")),
-        *reading.mappings(status.get("containerStatuses")),
+        *reading.as_mappings(status.get("initContainerStatuses")),
+        *reading.as_mappings(status.get("containerStatuses")),
     )
-    return tuple(reading.mapping(container.get(which)) for container in containers)
+    return tuple(reading.as_mapping(container.get(which)) for container in containers)
 
 
 def _started_at(status: Raw) -> datetime | None:
-    for state in _states(status):
+    for state in _container_states(status):
         for kind in ("running", "terminated"):
-            started = reading.time(reading.mapping(state.get(kind)).get("startedAt"))
+            started = reading.as_time(reading.as_mapping(state.get(kind)).get("startedAt"))
             if started is not None:
                 return started
     return None
@@ -183,42 +186,50 @@ def _started_at(status: Raw) -> datetime | None:
 def _changed_at(raw: Raw, status: Raw) -> datetime | None:
     """Return when the pod last changed by its body: to the second, by the clocks of the API server and of its node."""
     times = [
-        reading.time(reading.metadata(raw).get("creationTimestamp")),
+        reading.as_time(reading.object_metadata(raw).get("creationTimestamp")),
         _started_at(status),
-        *(reading.time(found.get("lastTransitionTime")) for found in reading.mappings(status.get("conditions"))),
-        *(reading.time(reading.mapping(state.get("terminated")).get("finishedAt")) for state in _states(status)),
+        *(
+            reading.as_time(condition.get("lastTransitionTime"))
+            for condition in reading.as_mappings(status.get("conditions"))
+        ),
+        *(
+            reading.as_time(reading.as_mapping(state.get("terminated")).get("finishedAt"))
+            for state in _container_states(status)
+        ),
     ]
     return max((time for time in times if time is not None), default=None)
 
 
-def _ended(states: tuple[Raw, ...], read: Callable[[object], str] = reading.text) -> Ended | None:
-    ends = [reading.mapping(state["terminated"]) for state in states if "terminated" in state]
+def _container_end(
+    states: tuple[Raw, ...], read_text: Callable[[object], str] = reading.as_text
+) -> ContainerEnd | None:
+    ends = [reading.as_mapping(state["terminated"]) for state in states if "terminated" in state]
     # The first that failed is to blame; an init container that succeeded is no end.
     failed = next((end for end in ends if end.get("exitCode") != 0), None)
     end = failed if failed is not None else ends[-1] if ends else None
     if end is None:
         return None
-    message = read(end.get("message"))[:TERMINATION_BYTES]
-    word = _last_word(message)
-    return Ended(
-        exit_code=reading.whole(end.get("exitCode")),
-        reason=reading.text(end.get("reason")),
-        word=word,
-        message=(word.message if word is not None else message)[:_MESSAGE_CHARACTERS],
-        at=reading.time(end.get("finishedAt")),
+    message = read_text(end.get("message"))[:TERMINATION_BYTES]
+    termination = _parse_termination(message)
+    return ContainerEnd(
+        exit_code=reading.as_integer(end.get("exitCode")),
+        reason=reading.as_text(end.get("reason")),
+        termination=termination,
+        message=(termination.message if termination is not None else message)[:_MESSAGE_CHARACTERS],
+        ended_at=reading.as_time(end.get("finishedAt")),
     )
 
 
-def _last_word(message: str) -> LastWord | None:
+def _parse_termination(message: str) -> TerminationMessage | None:
     try:
-        return LastWord.model_validate_json(message)
+        return TerminationMessage.model_validate_json(message)
     except ValidationError:
         return None
 
 
-def _waiting(status: Raw) -> Waiting | None:
-    for state in _states(status):
-        waiting = reading.mapping(state.get("waiting"))
+def _container_wait(status: Raw) -> ContainerWait | None:
+    for state in _container_states(status):
+        waiting = reading.as_mapping(state.get("waiting"))
         if waiting.get("reason"):
-            return Waiting(reading.text(waiting.get("reason")), _message(waiting))
+            return ContainerWait(reading.as_text(waiting.get("reason")), _read_message(waiting))
     return None

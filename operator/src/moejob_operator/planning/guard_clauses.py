@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moejob_api.contract.pods import Role, StatusMeasure
+from moejob_api.contract.pods import PodRole, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
-from moejob_api.recovery.state import settled
-from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, Ref, Severity
+from moejob_api.recovery.state import state_after_report
+from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, ObjectReference, Severity
 from moejob_operator.observed import Pod
 from moejob_operator.planning import objects
 from moejob_operator.planning.decision import Decision, Reason
-from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, losses, pending_verdict
-from moejob_operator.planning.observed_state import ObservedState, restarting_or_pending, spec_and_layout, started_at
-from moejob_operator.planning.recovery import gang_report, last_restarts, recovery
-from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
-from moejob_operator.planning.timestamps import read, seconds_since, seconds_until, soonest, written
-from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
+from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, find_failed_pods, pending_verdict
+from moejob_operator.planning.observed_state import (
+    ObservedState,
+    job_start_time,
+    restarting_or_pending,
+    spec_and_layout,
+)
+from moejob_operator.planning.recovery import gang_report, last_restarts, plan_recovery
+from moejob_operator.planning.recovery_state import forget_gang, recovery_state, restarts_with_state
+from moejob_operator.planning.timestamps import format_time, parse_time, seconds_since, seconds_until, shortest_wait
+from moejob_operator.planning.waiting import WaitReason, find_engine_wait_reason, find_wait_reason
 
 Guard = Callable[[ObservedState], Decision | None]
 
@@ -33,77 +38,78 @@ REFUSED_SECONDS = 30.0
 ENDING_SECONDS = 10.0
 
 
-def being_deleted(s: ObservedState) -> Decision | None:
+def leave_deleted_job(s: ObservedState) -> Decision | None:
     """The garbage collector deletes what the job owns; creating anything now would only race it."""
-    return Decision(None) if s.seen.job.is_being_deleted else None
+    return Decision(None) if s.observation.job.is_being_deleted else None
 
 
-def finished(s: ObservedState) -> Decision | None:
+def clean_up_finished_job(s: ObservedState) -> Decision | None:
     """Nothing brings a finished job back: pods that still hold GPUs go, the others stay for their logs."""
     phase = s.status.phase
     if phase is None or not phase.is_finished:
         return None
-    holding = (pod for pod in s.seen.pods if not pod.phase.has_ended)
-    actions: tuple[Action, ...] = objects.deletions(holding, s)
-    left = _seconds_to_live(s)
-    if left is not None and left <= 0:
-        job = s.seen.job
-        actions = (Delete(Ref(Kind.JOB, job.namespace, job.name, job.uid)),)
-    ending = any(pod.is_terminating for pod in s.seen.pods)
+    holding = (pod for pod in s.observation.pods if not pod.phase.has_ended)
+    actions: tuple[Action, ...] = objects.pod_deletions(holding, s)
+    seconds_left = _seconds_to_live(s)
+    if seconds_left is not None and seconds_left <= 0:
+        job = s.observation.job
+        actions = (Delete(ObjectReference(Kind.JOB, job.namespace, job.name, job.uid)),)
+    has_ending_pods = any(pod.is_terminating for pod in s.observation.pods)
     return Decision(
         phase,
         actions=actions,
         needs_live=bool(actions),
-        requeue_after_seconds=soonest(left or None, ENDING_SECONDS if ending else None),
+        requeue_after_seconds=shortest_wait(seconds_left or None, ENDING_SECONDS if has_ending_pods else None),
     )
 
 
-def suspended(s: ObservedState) -> Decision | None:
+def suspend_job(s: ObservedState) -> Decision | None:
     """Pods save and go; claim and Service stay. The attempt ends too, so that late writes are fenced off."""
-    spec = s.seen.job.spec
-    if spec is None or not spec.lifecycle.suspend or s.gang_succeeded:
+    spec = s.observation.job.spec
+    if spec is None or not spec.lifecycle.suspend or s.has_gang_succeeded:
         return None
     message = "lifecycle.suspend is true; the volume and its checkpoints are kept"
-    forgotten = fresh_gang(s.restarts)
+    cleared_restarts = forget_gang(s.restarts)
     if s.trainers:
         return Decision(
             Phase.SUSPENDED,
             Reason.SUSPENDED,
             message,
             attempt=s.attempt + 1,
-            restarts=forgotten,
+            restarts=cleared_restarts,
             needs_live=True,
             requeue_after_seconds=0.0,
         )
-    actions = objects.deletions(s.seen.pods, s)
+    actions = objects.pod_deletions(s.observation.pods, s)
     return Decision(
         Phase.SUSPENDED,
         Reason.SUSPENDED,
         message,
         actions=actions,
-        restarts=forgotten,
+        restarts=cleared_restarts,
         needs_live=bool(actions),
-        requeue_after_seconds=ENDING_SECONDS if s.seen.pods else None,
+        requeue_after_seconds=ENDING_SECONDS if s.observation.pods else None,
     )
 
 
-def invalid(s: ObservedState) -> Decision | None:
+def refuse_invalid_job(s: ObservedState) -> Decision | None:
     """A job that cannot work creates nothing. One that was accepted before is not stopped by newer rules."""
     if s.validation.is_accepted:
         return None
     was_accepted = any(
-        found.type is ConditionType.ACCEPTED and found.status is ConditionStatus.TRUE for found in s.status.conditions
+        condition.type is ConditionType.ACCEPTED and condition.status is ConditionStatus.TRUE
+        for condition in s.status.conditions
     )
-    if was_accepted and s.seen.job.spec is not None and s.validation.layout is not None:
+    if was_accepted and s.observation.job.spec is not None and s.validation.layout is not None:
         return None
     phase = s.status.phase if was_accepted and s.status.phase is not None else Phase.PENDING
     return Decision(phase, Reason.INVALID, "the job was not accepted")
 
 
-def deadline_passed(s: ObservedState) -> Decision | None:
+def fail_at_deadline(s: ObservedState) -> Decision | None:
     """The job has been active for longer than it may."""
-    left = seconds_to_deadline(s)
-    if left is None or left > 0 or s.gang_succeeded:
+    seconds_left = seconds_to_deadline(s)
+    if seconds_left is None or seconds_left > 0 or s.has_gang_succeeded:
         return None
     spec, _ = spec_and_layout(s)
     limit = spec.lifecycle.active_deadline_seconds
@@ -116,9 +122,9 @@ def deadline_passed(s: ObservedState) -> Decision | None:
     )
 
 
-def secret_lost(s: ObservedState) -> Decision | None:
+def replace_outdated_engines(s: ObservedState) -> Decision | None:
     """Engines with a deleted Secret's value end before a new Secret is made: later they look like others."""
-    actions = objects.deletions(objects.outdated_engines(s), s)
+    actions = objects.pod_deletions(objects.outdated_engines(s), s)
     if not actions:
         return None
     return Decision(
@@ -129,25 +135,25 @@ def secret_lost(s: ObservedState) -> Decision | None:
         pods_created=s.ladder.gang_was_whole,
         needs_live=True,
         requeue_after_seconds=0.0,
-        events=_events(actions, s),
+        events=_deletion_events(actions, s),
     )
 
 
-def failed(s: ObservedState) -> Decision | None:
+def recover_failed_pods(s: ObservedState) -> Decision | None:
     """Something broke: the recovery ladder says what is replaced and what it costs."""
-    lost = losses(s)
-    if not lost:
+    failed_pods = find_failed_pods(s)
+    if not failed_pods:
         return None
-    verdict = pending_verdict(s, lost)
-    return recovery(s, lost) if verdict is None else _undecided(s, verdict)
+    verdict = pending_verdict(s, failed_pods)
+    return plan_recovery(s, failed_pods) if verdict is None else _await_verdict(s, verdict)
 
 
-def succeeded(s: ObservedState) -> Decision | None:
+def complete_job(s: ObservedState) -> Decision | None:
     """Every rank of every trainer pod has ended well. Engines never end, and are not awaited."""
-    if not s.gang_succeeded:
+    if not s.has_gang_succeeded:
         return None
     restarts, failure = last_restarts(s)
-    reason, message = _success(s)
+    reason, message = _success_reason(s)
     return Decision(
         Phase.SUCCEEDED,
         reason,
@@ -159,82 +165,85 @@ def succeeded(s: ObservedState) -> Decision | None:
     )
 
 
-def _success(s: ObservedState) -> tuple[Reason, str]:
-    if s.run is None or StatusMeasure.STOPPED_EARLY not in s.run.measures:
+def _success_reason(s: ObservedState) -> tuple[Reason, str]:
+    if s.run_progress is None or StatusMeasure.STOPPED_EARLY not in s.run_progress.measures:
         return Reason.COMPLETED, "every rank has finished"
     return Reason.STOPPED_EARLY, (
-        f"stopped early at step {s.run.step}, where evaluations had not improved for as long as training.earlyStop says"
+        f"stopped early at step {s.run_progress.step}, where evaluations had not improved for as long as "
+        "training.earlyStop says"
     )
 
 
-def old_gang(s: ObservedState) -> Decision | None:
+def delete_old_gang(s: ObservedState) -> Decision | None:
     """Pods of another attempt are deleted and waited for: two gangs would write to one volume."""
-    if not s.old:
+    if not s.old_pods:
         return None
-    actions = objects.deletions(s.old, s, objects.BROKEN_GANG_SECONDS)
+    actions = objects.pod_deletions(s.old_pods, s, objects.BROKEN_GANG_SECONDS)
     return Decision(
         restarting_or_pending(s),
         Reason.OLD_PODS_LEFT if s.refusal is None else Reason.DELETION_REFUSED,
-        s.refusal or _ending(s),
+        s.refusal or _ending_message(s),
         actions=actions,
         needs_live=bool(actions),
         requeue_after_seconds=ENDING_SECONDS,
-        events=_events(actions, s),
+        events=_deletion_events(actions, s),
     )
 
 
-def held_back(s: ObservedState) -> Decision | None:
+def hold_back_gang(s: ObservedState) -> Decision | None:
     """Nothing may be created yet: pods of an earlier job of this name are there, or the gang scheduler is missing."""
-    waiting = hold(s)
-    if waiting.reason not in (Reason.NAME_TAKEN, Reason.GANG_API_MISSING) or s.gang_runs:
+    wait_reason = find_wait_reason(s)
+    if wait_reason.reason not in (Reason.NAME_TAKEN, Reason.GANG_API_MISSING) or s.is_gang_running:
         return None
-    return Decision(restarting_or_pending(s), waiting.reason, waiting.message, requeue_after_seconds=REFUSED_SECONDS)
+    return Decision(
+        restarting_or_pending(s), wait_reason.reason, wait_reason.message, requeue_after_seconds=REFUSED_SECONDS
+    )
 
 
-def present(s: ObservedState) -> Decision | None:
+def ensure_objects(s: ObservedState) -> Decision | None:
     """Create missing objects, and delete pods whose failure has been charged."""
     _, layout = spec_and_layout(s)
-    spent = objects.deletions((*objects.answered_pods(s), *objects.spent_engines(s), *s.unplanned), s)
-    created = objects.missing(s)
-    is_more = len(created) == objects.CREATED_AT_ONCE and s.refusal is None
+    deletes = objects.pod_deletions((*objects.charged_pods(s), *objects.spent_engines(s), *s.unplanned_pods), s)
+    creations = objects.missing_objects(s)
+    is_more = len(creations) == objects.CREATED_AT_ONCE and s.refusal is None
     is_restart = s.attempt > 0 or bool(s.ladder.replacing)
-    is_running = s.gang_runs and not objects.answered_pods(s)
-    started = objects.pods_among(created, Role.TRAINER)
-    is_whole = len(s.trainers) + (started if s.refusal is None else 0) == layout.nodes
-    waiting = _running(s) if is_running else hold(s)
+    is_running = s.is_gang_running and not objects.charged_pods(s)
+    started_trainers = objects.count_created_pods(creations, PodRole.TRAINER)
+    is_whole = len(s.trainers) + (started_trainers if s.refusal is None else 0) == layout.nodes
+    wait_reason = _running_reason(s) if is_running else find_wait_reason(s)
     return Decision(
         Phase.RUNNING if is_running else restarting_or_pending(s),
-        waiting.reason,
-        waiting.message,
-        actions=(*spent, *created),
-        restarts=_settled(s, is_whole=is_whole),
+        wait_reason.reason,
+        wait_reason.message,
+        actions=(*deletes, *creations),
+        restarts=_settle_restarts(s, is_whole=is_whole),
         pods_created=is_whole,
         # The first gang of all can have no other beside it. Where pods hold the value of the Secret, the live decision
         # also checks that the Secret exists.
-        needs_live=bool(spent)
-        or (is_restart and started > 0)
-        or (s.seen.holds_secret and objects.makes_secret(created)),
+        needs_live=bool(deletes)
+        or (is_restart and started_trainers > 0)
+        or (s.observation.holds_secret and objects.has_secret_creation(creations)),
         requeue_after_seconds=0.0 if is_more else _requeue_seconds(s, is_running=is_running),
-        events=_events(spent, s),
+        events=_deletion_events(deletes, s),
     )
 
 
 GUARDS: tuple[Guard, ...] = (
-    being_deleted,
-    finished,
-    suspended,
-    invalid,
-    deadline_passed,
-    secret_lost,
-    failed,
-    succeeded,
-    old_gang,
-    held_back,
-    present,
+    leave_deleted_job,
+    clean_up_finished_job,
+    suspend_job,
+    refuse_invalid_job,
+    fail_at_deadline,
+    replace_outdated_engines,
+    recover_failed_pods,
+    complete_job,
+    delete_old_gang,
+    hold_back_gang,
+    ensure_objects,
 )
 
 
-def _undecided(s: ObservedState, verdict: Verdict) -> Decision:
+def _await_verdict(s: ObservedState, verdict: Verdict) -> Decision:
     """Leave everything as it is, the phase too: goodput accounts for this time with the failure."""
     return Decision(
         s.status.phase or restarting_or_pending(s),
@@ -250,11 +259,11 @@ def _undecided(s: ObservedState, verdict: Verdict) -> Decision:
 
 
 def _seconds_to_live(s: ObservedState) -> float | None:
-    spec = s.seen.job.spec
+    spec = s.observation.job.spec
     ttl = None if spec is None else spec.lifecycle.ttl_seconds_after_finished
     if ttl is None:
         return None
-    return max(0.0, ttl - seconds_since(read(s.status.completion_time), s.now))
+    return max(0.0, ttl - seconds_since(parse_time(s.status.completion_time), s.now))
 
 
 def seconds_to_deadline(s: ObservedState) -> float | None:
@@ -264,44 +273,47 @@ def seconds_to_deadline(s: ObservedState) -> float | None:
     if limit is None:
         return None
     suspended_seconds = 0.0 if s.status.goodput is None else s.status.goodput.suspended_seconds
-    return limit - (seconds_since(started_at(s), s.now) - suspended_seconds - _still_suspended_seconds(s))
+    return limit - (seconds_since(job_start_time(s), s.now) - suspended_seconds - _still_suspended_seconds(s))
 
 
 def _still_suspended_seconds(s: ObservedState) -> float:
     """Seconds of a suspension that ends with this reconcile."""
-    pause = next((found for found in s.status.conditions if found.type is ConditionType.SUSPENDED), None)
+    pause = next((condition for condition in s.status.conditions if condition.type is ConditionType.SUSPENDED), None)
     if pause is None or pause.status is not ConditionStatus.TRUE:
         return 0.0
-    return seconds_since(read(pause.last_transition_time), s.now)
+    return seconds_since(parse_time(pause.last_transition_time), s.now)
 
 
 # --- the gang as it is ------------------------------------------------------------------------------------------------
 
 
-def _settled(s: ObservedState, *, is_whole: bool) -> Restarts:
+def _settle_restarts(s: ObservedState, *, is_whole: bool) -> Restarts:
     """Mark the gang as whole in the restarts, and its restart as over once all of its pods are ready."""
     spec, _ = spec_and_layout(s)
     gang = gang_report(s)
-    restarts = with_state(s.restarts, settled(gang, recovery_state(s.restarts, spec.lifecycle.backoff_limit)))
+    restarts = restarts_with_state(
+        s.restarts, state_after_report(gang, recovery_state(s.restarts, spec.lifecycle.backoff_limit))
+    )
     changes: dict[str, object] = {"gang_was_whole": s.ladder.gang_was_whole or is_whole}
     if gang.is_ready:
         changes["start_after"] = None
     return restarts.model_copy(update={"ladder": restarts.ladder.model_copy(update=changes)})
 
 
-def _running(s: ObservedState) -> Hold:
+def _running_reason(s: ObservedState) -> WaitReason:
     ending = next((pod for _, pod in sorted(s.trainers.items()) if pod.is_terminating), None)
     if ending is not None:
-        return Hold(Reason.POD_ENDING, f"{ending.name} has been asked to end")
-    return hold_beside_gang(s) or Hold(Reason.ALL_PODS_RUN, "every trainer pod runs")
+        return WaitReason(Reason.POD_ENDING, f"{ending.name} has been asked to end")
+    return find_engine_wait_reason(s) or WaitReason(Reason.ALL_PODS_RUN, "every trainer pod runs")
 
 
-def _ending(s: ObservedState) -> str:
-    stuck = next((pod for pod in s.old if _is_stuck(pod, s)), None)
+def _ending_message(s: ObservedState) -> str:
+    stuck = next((pod for pod in s.old_pods if _is_stuck(pod, s)), None)
     if stuck is None:
         return "waiting for the pods of the last attempt to end"
     return (
-        f"{stuck.name} should have ended by {written(stuck.ends_by or s.now)}, and node {stuck.node} does not say that "
+        f"{stuck.name} should have ended by {format_time(stuck.ends_by or s.now)}, and node {stuck.node} does not say "
+        "that "
         "it has; the next gang starts when it has, or when the node is known to be lost"
     )
 
@@ -310,17 +322,17 @@ def _is_stuck(pod: Pod, s: ObservedState) -> bool:
     return pod.is_terminating and seconds_since(pod.ends_by, s.now) >= KUBELET_SECONDS
 
 
-def _events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Event, ...]:
+def _deletion_events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Event, ...]:
     """Return the events of deletions that nothing else in the status shows."""
-    engines, unplanned = {pod.uid for pod in s.rollouts}, {pod.uid for pod in s.unplanned}
+    engines, unplanned = {pod.uid for pod in s.rollouts}, {pod.uid for pod in s.unplanned_pods}
     forced = [
         Event(
             Severity.WARNING,
             EventReason.POD_FORCE_DELETED,
-            f"{found.ref.name} was deleted without its node, which is lost",
+            f"{deletion.ref.name} was deleted without its node, which is lost",
         )
-        for found in deletes
-        if found.is_forced
+        for deletion in deletes
+        if deletion.is_forced
     ]
     replaced = [
         Event(
@@ -349,12 +361,12 @@ def _poll_seconds(s: ObservedState) -> float:
 
 
 def _requeue_seconds(s: ObservedState, *, is_running: bool) -> float | None:
-    engines = [objects.engine_wait_seconds(pod, s) for pod in s.rollouts if objects.is_lost_engine(pod, s)]
+    engine_waits = [objects.engine_wait_seconds(pod, s) for pod in s.rollouts if objects.is_lost_engine(pod, s)]
     is_ending = any(pod.is_terminating for pod in (*s.trainers.values(), *s.rollouts))
-    return soonest(
+    return shortest_wait(
         seconds_until(s.ladder.start_after, s.now) or None,
         _poll_seconds(s) if is_running else None,
         REFUSED_SECONDS if s.refusal is not None else None,
         ENDING_SECONDS if is_ending else None,
-        *engines,
+        *engine_waits,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from moejob_api.contract.pods import Label, Role
-from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, Ref
+from moejob_api.contract.pods import Label, PodRole
+from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, ObjectReference
 from moejob_operator.children.attempt import Attempt
-from moejob_operator.children.gangs import pod_group
+from moejob_operator.children.gangs import pod_group_manifest
 from moejob_operator.children.pods import rollout_pod, trainer_pod
-from moejob_operator.children.shared import claim, network_policy, secret, service
+from moejob_operator.children.shared import claim_manifest, network_policy_manifest, secret_manifest, service_manifest
 from moejob_operator.observed import Pod, PodPhase
-from moejob_operator.planning.failures import is_on_lost_node, misses_secret
+from moejob_operator.planning.failures import is_on_lost_node, is_without_secret
 from moejob_operator.planning.observed_state import ObservedState, present_attempt
 from moejob_operator.planning.timestamps import seconds_since, seconds_until
 
@@ -24,20 +24,22 @@ BROKEN_GANG_SECONDS = 5
 ENGINE_LIFE_SECONDS = 30.0
 
 
-def missing(s: ObservedState) -> tuple[Ensure, ...]:
+def missing_objects(s: ObservedState) -> tuple[Ensure, ...]:
     """Return the objects to create next, in the order in which they are needed."""
     attempt = present_attempt(s)
     pods = chain(_missing_trainers(s, attempt), _missing_engines(s, attempt))
-    wanted = chain(_missing_shared(s, attempt), _with_access(s, attempt, pods))
-    return tuple(islice(wanted, CREATED_AT_ONCE))
+    ordered = chain(_missing_shared(s, attempt), _pods_with_access(s, attempt, pods))
+    return tuple(islice(ordered, CREATED_AT_ONCE))
 
 
-def deletions(pods: Iterable[Pod], s: ObservedState, grace_seconds: int | None = None) -> tuple[Delete, ...]:
+def pod_deletions(pods: Iterable[Pod], s: ObservedState, grace_seconds: int | None = None) -> tuple[Delete, ...]:
     """Deletes of pods that are not terminating yet, and forced ones where no kubelet can."""
-    return tuple(_delete(pod, s, grace_seconds) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s))
+    return tuple(
+        _pod_deletion(pod, s, grace_seconds) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s)
+    )
 
 
-def answered_pods(s: ObservedState) -> tuple[Pod, ...]:
+def charged_pods(s: ObservedState) -> tuple[Pod, ...]:
     """Pods whose failure has been charged, and whose name the next one needs."""
     uids = {entry.uid for entry in s.ladder.replacing}
     return tuple(pod for pod in s.trainers.values() if pod.uid in uids)
@@ -52,15 +54,15 @@ def outdated_engines(s: ObservedState) -> tuple[Pod, ...]:
     """Engines that hold the value of a Secret that is gone; the next one will have another."""
     if not is_secret_missed(s):
         return ()
-    return tuple(pod for pod in s.rollouts if pod.phase is PodPhase.RUNNING and not misses_secret(pod, s))
+    return tuple(pod for pod in s.rollouts if pod.phase is PodPhase.RUNNING and not is_without_secret(pod, s))
 
 
 def is_secret_missed(s: ObservedState) -> bool:
     """Return whether the job's Secret is not there: a kubelet waits for it, or the API server was asked."""
-    return s.seen.lacks_secret or any(misses_secret(pod, s) for pod in (*s.trainers.values(), *s.rollouts))
+    return s.observation.lacks_secret or any(is_without_secret(pod, s) for pod in (*s.trainers.values(), *s.rollouts))
 
 
-def makes_secret(actions: Iterable[Action]) -> bool:
+def has_secret_creation(actions: Iterable[Action]) -> bool:
     """Return whether these actions create the job's Secret where it is missing."""
     return any(isinstance(action, Ensure) and action.manifest["kind"] == Kind.SECRET for action in actions)
 
@@ -76,25 +78,27 @@ def engine_wait_seconds(pod: Pod, s: ObservedState) -> float:
 
 
 def _missing_shared(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
-    wanted_claim, wanted_group = claim(attempt), pod_group(attempt)
-    if attempt.service not in s.seen.services:
-        yield Ensure(service(attempt))
-    if wanted_claim is not None and attempt.claim not in {found.name for found in s.seen.claims}:
+    wanted_claim, wanted_group = claim_manifest(attempt), pod_group_manifest(attempt)
+    if attempt.service not in s.observation.services:
+        yield Ensure(service_manifest(attempt))
+    if wanted_claim is not None and attempt.claim_name not in {
+        volume_claim.name for volume_claim in s.observation.claims
+    }:
         yield Ensure(wanted_claim)
-    if wanted_group is not None and attempt.pod_group not in s.seen.pod_groups:
+    if wanted_group is not None and attempt.pod_group_name not in s.observation.pod_groups:
         yield Ensure(wanted_group)
 
 
-def _with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
+def _pods_with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
     """Yield the Secret and the policy, which the operator cannot see, and after them the pods.
 
     Both are created once for each attempt, so that a new gang finds them though another client deleted them, and again
     when a kubelet misses the Secret.
     """
     first = next(pods, None)
-    if (first is not None and not s.seen.has_access) or is_secret_missed(s):
-        policy = network_policy(attempt)
-        yield Ensure(secret(attempt))
+    if (first is not None and not s.observation.has_access) or is_secret_missed(s):
+        policy = network_policy_manifest(attempt)
+        yield Ensure(secret_manifest(attempt))
         if policy is not None:
             yield Ensure(policy)
     if first is not None:
@@ -110,22 +114,22 @@ def _missing_trainers(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
 
 
 def _missing_engines(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
-    there = {pod.name for pod in s.rollouts}
-    for index in range(attempt.engines):
-        if attempt.pod(Role.ROLLOUT, index) not in there:
+    present_names = {pod.name for pod in s.rollouts}
+    for index in range(attempt.engine_count):
+        if attempt.pod_name(PodRole.ROLLOUT, index) not in present_names:
             yield Ensure(rollout_pod(attempt, index))
 
 
-def _delete(pod: Pod, s: ObservedState, grace_seconds: int | None) -> Delete:
-    ref = Ref(Kind.POD, s.seen.job.namespace, pod.name, pod.uid)
+def _pod_deletion(pod: Pod, s: ObservedState, grace_seconds: int | None) -> Delete:
+    ref = ObjectReference(Kind.POD, s.observation.job.namespace, pod.name, pod.uid)
     return Delete(ref, 0 if pod.is_terminating and is_on_lost_node(pod, s) else grace_seconds)
 
 
-def pods_among(actions: Iterable[Action], role: Role) -> int:
+def count_created_pods(actions: Iterable[Action], role: PodRole) -> int:
     """Return the number of pods of a role to create."""
     return sum(isinstance(action, Ensure) and _is_pod(action.manifest, role) for action in actions)
 
 
-def _is_pod(manifest: Manifest, role: Role) -> bool:
+def _is_pod(manifest: Manifest, role: PodRole) -> bool:
     labels = manifest["metadata"]["labels"]
     return bool(manifest["kind"] == Kind.POD and labels.get(Label.ROLE) == role)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from types import MappingProxyType
 
-from moejob_api.contract.pods import Role, RunProgress
+from moejob_api.contract.pods import PodRole, RunProgress
 from moejob_api.job import Spec
-from moejob_api.job.lifecycle import Gang
-from moejob_api.job.status import Ladder, Phase, Restarts, Status
+from moejob_api.job.lifecycle import GangScheduler
+from moejob_api.job.status import Phase, RestartLadder, Restarts, Status
 from moejob_api.layout.sizes import Layout
-from moejob_api.recovery.state import renewed
-from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_of, service_of
+from moejob_api.recovery.state import state_after_checkpoint
+from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_name, service_name
 from moejob_operator.children.gangs import GangApi, chosen_gang
-from moejob_operator.observed import Observed, Pod, PodPhase
-from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
-from moejob_operator.planning.timestamps import read
+from moejob_operator.observed import Observation, Pod, PodPhase
+from moejob_operator.planning.recovery_state import forget_gang, recovery_state, restarts_with_state
+from moejob_operator.planning.timestamps import parse_time
 from moejob_operator.validation import Validation
 
 # Until a save was measured. A pod that has saved ends before this is over.
@@ -29,7 +29,7 @@ _MOST_ATTEMPTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class OperatorSetting:
     """The operator's own configuration: images for jobs that name none, gang APIs, and who may reach pods."""
 
     images: Images
@@ -45,31 +45,31 @@ class ObservedState:
     size of the gang. Another client has created them.
     """
 
-    seen: Observed
+    observation: Observation
     validation: Validation
-    setting: Setting
+    setting: OperatorSetting
     now: datetime
     attempt: int
     restarts: Restarts
     trainers: Mapping[int, Pod]
-    old: tuple[Pod, ...]
+    old_pods: tuple[Pod, ...]
     rollouts: tuple[Pod, ...]
-    unplanned: tuple[Pod, ...]
+    unplanned_pods: tuple[Pod, ...]
     # The API server's refusal of this reconcile's actions, after which the job is decided again.
     refusal: str | None = None
 
     @property
     def status(self) -> Status:
         """The status as it was written last."""
-        return self.seen.job.status
+        return self.observation.job.status
 
     @property
-    def ladder(self) -> Ladder:
+    def ladder(self) -> RestartLadder:
         """Return the ladder's state between reconciles, after a new checkpoint has renewed the budget."""
         return self.restarts.ladder
 
     @property
-    def gang_runs(self) -> bool:
+    def is_gang_running(self) -> bool:
         """Return whether every trainer pod runs, or has ended well while others still run."""
         layout = self.validation.layout
         return (
@@ -79,7 +79,7 @@ class ObservedState:
         )
 
     @property
-    def gang_succeeded(self) -> bool:
+    def has_gang_succeeded(self) -> bool:
         """Return whether every trainer pod has ended well."""
         layout = self.validation.layout
         return (
@@ -89,80 +89,88 @@ class ObservedState:
         )
 
     @property
-    def run(self) -> RunProgress | None:
+    def run_progress(self) -> RunProgress | None:
         """Return pod 0's report of the run: its answer, or its termination message, also of a stopped gang."""
-        first = self.trainers.get(0) or self._last_first
+        first = self.trainers.get(0) or self._first_pod_before
         if first is None:
             return None
-        answer = self.seen.progress.get(first.uid)
-        last = None if first.ended is None else first.ended.word
-        return answer.run if answer is not None else None if last is None else last.run
+        progress = self.observation.progress.get(first.uid)
+        termination = None if first.ended is None else first.ended.termination
+        return progress.run if progress is not None else None if termination is None else termination.run
 
     @property
-    def _last_first(self) -> Pod | None:
+    def _first_pod_before(self) -> Pod | None:
         """Pod 0 of the gang before the next one: no other pod reports what it saved while it was stopped."""
-        before = (pod for pod in self.old if pod.index == 0 and pod.attempt == self.attempt - 1)
+        before = (pod for pod in self.old_pods if pod.index == 0 and pod.attempt == self.attempt - 1)
         return next(before, None)
 
 
 def observed_state(
-    seen: Observed, validation: Validation, setting: Setting, now: datetime, refusal: str | None = None
+    observation: Observation,
+    validation: Validation,
+    setting: OperatorSetting,
+    now: datetime,
+    refusal: str | None = None,
 ) -> ObservedState:
     """Return the state that guards decide on."""
-    attempt = _attempt(seen)
-    gang = tuple(pod for pod in seen.pods if pod.role is Role.TRAINER)
+    attempt = _present_attempt_number(observation)
+    gang = tuple(pod for pod in observation.pods if pod.role is PodRole.TRAINER)
     nodes = validation.layout.nodes if validation.layout is not None else 0
     present = {pod.index: pod for pod in gang if pod.attempt == attempt and pod.index < nodes}
-    found = ObservedState(
-        seen=seen,
+    state = ObservedState(
+        observation=observation,
         validation=validation,
         setting=setting,
         now=now,
         attempt=attempt,
-        restarts=_restarts(seen),
+        restarts=_recorded_restarts(observation),
         trainers=MappingProxyType(present),
-        old=tuple(pod for pod in gang if pod.attempt < attempt),
-        rollouts=tuple(pod for pod in seen.pods if pod.role is Role.ROLLOUT),
-        unplanned=tuple(pod for pod in gang if pod.attempt >= attempt and present.get(pod.index) is not pod),
+        old_pods=tuple(pod for pod in gang if pod.attempt < attempt),
+        rollouts=tuple(pod for pod in observation.pods if pod.role is PodRole.ROLLOUT),
+        unplanned_pods=tuple(pod for pod in gang if pod.attempt >= attempt and present.get(pod.index) is not pod),
         refusal=refusal,
     )
-    return replace(found, restarts=_renewed(found))
+    return replace(state, restarts=_renew_budget(state))
 
 
-def _attempt(seen: Observed) -> int:
+def _present_attempt_number(observation: Observation) -> int:
     """Return the attempt that runs or is about to: what the status says, which is written before any of its pods.
 
     Where the status was lost, the pods' labels have it: the present gang must not become an old one.
     """
-    if seen.job.status.phase is not None:
-        return seen.job.status.attempt
-    attempts = (pod.attempt for pod in seen.pods if pod.role is Role.TRAINER)
-    return max((attempt for attempt in attempts if attempt <= _MOST_ATTEMPTS), default=seen.job.status.attempt)
+    if observation.job.status.phase is not None:
+        return observation.job.status.attempt
+    attempts = (pod.attempt for pod in observation.pods if pod.role is PodRole.TRAINER)
+    return max((attempt for attempt in attempts if attempt <= _MOST_ATTEMPTS), default=observation.job.status.attempt)
 
 
-def _restarts(seen: Observed) -> Restarts:
+def _recorded_restarts(observation: Observation) -> Restarts:
     """Return the recorded restarts; before the first status, or after one that was lost, a new gang's."""
-    status = seen.job.status
-    return fresh_gang(status.restarts) if status.phase is None else status.restarts
+    status = observation.job.status
+    return forget_gang(status.restarts) if status.phase is None else status.restarts
 
 
-def _renewed(s: ObservedState) -> Restarts:
+def _renew_budget(s: ObservedState) -> Restarts:
     """The budget, renewed when a checkpoint is newer than any before."""
-    spec = s.seen.job.spec
+    spec = s.observation.job.spec
     state = recovery_state(s.restarts, 0 if spec is None else spec.lifecycle.backoff_limit)
-    moved = renewed(state, None if s.run is None else s.run.last_checkpoint_step)
-    return s.restarts if moved == state else with_state(s.restarts, moved)
+    renewed_state = state_after_checkpoint(
+        state, None if s.run_progress is None else s.run_progress.last_checkpoint_step
+    )
+    return s.restarts if renewed_state == state else restarts_with_state(s.restarts, renewed_state)
 
 
 def spec_and_layout(s: ObservedState) -> tuple[Spec, Layout]:
     """Return the spec and the layout of an accepted job; guards after the one against invalid jobs may rely on them."""
-    spec, layout = s.seen.job.spec, s.validation.layout
+    spec, layout = s.observation.job.spec, s.validation.layout
     if spec is None or layout is None:
-        raise AssertionError(f"{s.seen.job.namespace}/{s.seen.job.name} was planned without being accepted")
+        raise AssertionError(
+            f"{s.observation.job.namespace}/{s.observation.job.name} was planned without being accepted"
+        )
     return spec, layout
 
 
-def gang_of(s: ObservedState) -> Gang:
+def gang_scheduler(s: ObservedState) -> GangScheduler:
     """The gang scheduler of the job."""
     spec, _ = spec_and_layout(s)
     return chosen_gang(spec.lifecycle, s.setting.gang_apis)
@@ -171,7 +179,7 @@ def gang_of(s: ObservedState) -> Gang:
 def present_attempt(s: ObservedState) -> Attempt:
     """Return the facts from which the manifests of the present attempt follow."""
     spec, layout = spec_and_layout(s)
-    job = s.seen.job
+    job = s.observation.job
     return Attempt(
         name=job.name,
         namespace=job.namespace,
@@ -179,23 +187,23 @@ def present_attempt(s: ObservedState) -> Attempt:
         spec=spec,
         layout=layout,
         rollout=s.validation.rollout,
-        service=_service(s),
+        service=_gang_service(s),
         number=s.attempt,
-        gang=gang_of(s),
+        gang=gang_scheduler(s),
         images=s.setting.images,
         trainer_grace_seconds=grace_seconds(s.status),
         network=s.setting.network,
     )
 
 
-def _service(s: ObservedState) -> str:
+def _gang_service(s: ObservedState) -> str:
     """Return the Service of the gang, or before there is one that of the engines, which outlive gangs.
 
     A pod's environment names the others by it, and a pod's host name exists in one Service only.
     """
-    former = former_service_of(s.seen.job.name)
-    found = tuple(s.trainers.values()) or s.rollouts
-    return former if any(pod.subdomain == former for pod in found) else service_of(s.seen.job.name)
+    former = former_service_name(s.observation.job.name)
+    pods = tuple(s.trainers.values()) or s.rollouts
+    return former if any(pod.subdomain == former for pod in pods) else service_name(s.observation.job.name)
 
 
 def grace_seconds(status: Status) -> int:
@@ -206,11 +214,11 @@ def grace_seconds(status: Status) -> int:
     return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, round(2 * measured) + 30))
 
 
-def started_at(s: ObservedState) -> datetime | None:
+def job_start_time(s: ObservedState) -> datetime | None:
     """Return when pods of the job were first created."""
-    known = read(s.status.start_time)
-    created = [pod.created_at for pod in s.seen.pods if pod.created_at is not None]
-    return known if known is not None else min(created, default=None)
+    recorded = parse_time(s.status.start_time)
+    created = [pod.created_at for pod in s.observation.pods if pod.created_at is not None]
+    return recorded if recorded is not None else min(created, default=None)
 
 
 def restarting_or_pending(s: ObservedState) -> Phase:

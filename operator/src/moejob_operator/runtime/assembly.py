@@ -9,27 +9,27 @@ from datetime import UTC, datetime
 from functools import partial
 
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
-from moejob_operator.admission.certificates import CertificateStore, hosts_of
+from moejob_operator.admission.certificates import CertificateStore, service_hosts
 from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
-from moejob_operator.kube_api.api_client import ApiClient, configuration
+from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
-from moejob_operator.kube_api.informers import WATCHED, Informer, watches
+from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers
 from moejob_operator.kube_api.live_lists import GangApis, LiveLists
 from moejob_operator.kube_api.pod_client import PodClient
-from moejob_operator.planning.observed_state import Setting
+from moejob_operator.planning.observed_state import OperatorSetting
 from moejob_operator.reconcile import Reconciler
 from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
-from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
+from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, SoleReplica
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.settings import Settings, unique
+from moejob_operator.runtime.settings import Settings, unique_identity
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
-from moejob_operator.validation import Validator, validation_of
+from moejob_operator.validation import Validator, validate_spec
 
 # A thread for each connection: most of them only wait for their turn to validate or to search for layouts.
 REVIEWERS = ListenerLimits().connections
@@ -52,12 +52,12 @@ class ReplicaParts:
     reviewers: ThreadPoolExecutor
 
 
-async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
+async def assemble_replica(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
     """Build everything; the stack closes what has to be closed."""
     metrics, cache = Metrics(), Cache(settings.request_seconds)
-    api = await _client(stack, settings, metrics, settings.request_concurrency)
-    leadership = await _leadership(stack, settings, metrics)
-    metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
+    api = await _build_client(stack, settings, metrics, settings.request_concurrency)
+    leadership = await _build_leadership(stack, settings, metrics)
+    metrics.count_jobs(lambda: cache.all_jobs() if leadership.remaining_seconds() > 0 else ())
     gangs = GangApis(api)
     lists = [LiveLists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]
     cluster = ApiServer(
@@ -67,37 +67,37 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
         pods=PodClient(settings.progress_seconds),
         identity=settings.identity,
         remaining_seconds=leadership.remaining_seconds,
-        status_written=metrics.status_written,
+        on_status_written=metrics.count_status_change,
     )
-    queue = _queue(settings, metrics, cluster, gangs)
+    queue = _build_queue(settings, metrics, cluster, gangs)
     # As many connections as there are watches, and one to spare for each that begins again.
-    watched = await _client(stack, settings, metrics, concurrency=2 * len(WATCHED) * len(lists))
-    informers = tuple(watch for places in lists for watch in watches(watched, places, queue.add))
+    watch_client = await _build_client(stack, settings, metrics, concurrency=2 * len(WATCHED) * len(lists))
+    informers = tuple(watch for places in lists for watch in build_informers(watch_client, places, queue.add))
     job_watches = tuple(JobWatch(places, queue.add) for places in lists)
-    keeper = _keeper(settings, metrics, api, leadership) if settings.webhook else None
+    keeper = _build_keeper(settings, metrics, api, leadership) if settings.webhook else None
     return ReplicaParts(
         settings=settings,
         metrics=metrics,
         cache=cache,
         leadership=leadership,
-        leader=Leader(queue, lists, (*job_watches, *informers), settings.resync_seconds, metrics.leads),
+        leader=Leader(queue, lists, (*job_watches, *informers), settings.resync_seconds, metrics.set_leading),
         job_watches=job_watches,
         informers=informers,
         kopf_session=KopfSession(api, job_watches, metrics),
         keeper=keeper,
-        admission=_admission(settings, metrics, keeper),
+        admission=_build_admission(settings, metrics, keeper),
         reviewers=stack.enter_context(ThreadPoolExecutor(REVIEWERS, thread_name_prefix="review")),
     )
 
 
-def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
+def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
-    validator = Validator(partial(validation_of, limits=settings.limits))
-    known = Reconciler(validator, Setting(images, gangs.served, network), lambda: datetime.now(UTC))
+    validator = Validator(partial(validate_spec, limits=settings.limits))
+    reconciler = Reconciler(validator, OperatorSetting(images, gangs.served_apis, network), lambda: datetime.now(UTC))
 
     async def reconcile(key: JobKey) -> float | None:
-        return await replace(known, setting=Setting(images, gangs.served, network))(key, cluster)
+        return await replace(reconciler, setting=OperatorSetting(images, gangs.served_apis, network))(key, cluster)
 
     return WorkQueue(
         reconcile,
@@ -107,33 +107,35 @@ def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: Gang
     )
 
 
-async def _client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
-    found = await configuration(settings.kubeconfig)
-    api = ApiClient(found, metrics, concurrency=concurrency, seconds=settings.request_seconds)
+async def _build_client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
+    api_configuration = await load_configuration(settings.kubeconfig)
+    api = ApiClient(api_configuration, metrics, concurrency=concurrency, seconds=settings.request_seconds)
     stack.push_async_callback(api.close)
     return api
 
 
-async def _leadership(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Leadership:
+async def _build_leadership(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Leadership:
     if not settings.leader_election:
-        return Sole()
+        return SoleReplica()
     # The election has its own client: no other request may delay a renewal.
-    api = await _client(stack, settings, metrics, concurrency=1)
+    api = await _build_client(stack, settings, metrics, concurrency=1)
     store = ApiLeaseStore(api, settings.own_namespace, settings.lease_name)
-    return Election(store, unique(settings.identity), settings.terms)
+    return Election(store, unique_identity(settings.identity), settings.lease_durations)
 
 
-def _keeper(settings: Settings, metrics: Metrics, api: ApiClient, leadership: Leadership) -> CertificateKeeper:
+def _build_keeper(settings: Settings, metrics: Metrics, api: ApiClient, leadership: Leadership) -> CertificateKeeper:
     is_ours = settings.webhook_certificates == "SelfSigned"
     return CertificateKeeper(
         CertificateStore(api, settings.own_namespace, settings.webhook_secret, settings.webhook_configuration),
-        hosts_of(settings.webhook_service, settings.own_namespace),
+        service_hosts(settings.webhook_service, settings.own_namespace),
         makes_certificates=lambda: is_ours and leadership.remaining_seconds() > 0,
-        loaded=metrics.certificate_ends,
+        on_loaded=metrics.set_certificate_end,
     )
 
 
-def _admission(settings: Settings, metrics: Metrics, keeper: CertificateKeeper | None) -> AdmissionServer | IdleServer:
+def _build_admission(
+    settings: Settings, metrics: Metrics, keeper: CertificateKeeper | None
+) -> AdmissionServer | IdleServer:
     if keeper is None:
         return IdleServer()
     return AdmissionServer(keeper.context, keeper.certified, settings.webhook_port, metrics)

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from moejob_operator.admission.listener import BoundedServer, Handler, ListenerLimits, listening
+from moejob_operator.admission.listener import BoundedServer, Handler, ListenerLimits, open_listener
 from moejob_operator.runtime.metrics import Metrics
 
 # The kubelet and Prometheus are two.
@@ -18,37 +18,37 @@ LIMITS = ListenerLimits()
 Lacks = Callable[[], Mapping[str, str]]
 
 
-def answers(metrics: Metrics, troubles: Lacks, missing: Lacks) -> Handler:
+def health_handler(metrics: Metrics, troubles: Lacks, missing: Lacks) -> Handler:
     """Return the handler of a replica's probes: not alive with lasting troubles, ready when no part is missing."""
 
-    async def answer(request: web.BaseRequest) -> web.Response:
+    async def respond(request: web.BaseRequest) -> web.Response:
         match request.path:
             case "/healthz":
-                return _answer(troubles())
+                return _health_response(troubles())
             case "/readyz":
-                return _answer(missing())
+                return _health_response(missing())
             case "/metrics":
                 kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-                return web.Response(body=metrics.text(), headers=kind)
+                return web.Response(body=metrics.format_text(), headers=kind)
             case _:
                 return web.Response(status=HTTPStatus.NOT_FOUND, text="there is /healthz, /readyz and /metrics here\n")
 
-    return answer
+    return respond
 
 
-def text(lacks: Mapping[str, str]) -> str:
+def format_lacks(lacks: Mapping[str, str]) -> str:
     """Return one line for each."""
-    return "".join(f"{what}: {why}\n" for what, why in lacks.items())
+    return "".join(f"{part}: {problem}\n" for part, problem in lacks.items())
 
 
-def _answer(lacks: Mapping[str, str]) -> web.Response:
-    return web.Response(text=text(lacks) or "ok\n", status=503 if lacks else 200)
+def _health_response(lacks: Mapping[str, str]) -> web.Response:
+    return web.Response(text=format_lacks(lacks) or "ok\n", status=503 if lacks else 200)
 
 
 @asynccontextmanager
-async def served(
+async def serve_health(
     handler: Handler, port: int, host: str | None = None, limits: ListenerLimits = LIMITS
 ) -> AsyncIterator[int]:
     """Serve while the block runs, on all addresses of this machine unless given one. Yields the port."""
-    async with listening(BoundedServer(handler, limits), host, port) as served_port:
+    async with open_listener(BoundedServer(handler, limits), host, port) as served_port:
         yield served_port

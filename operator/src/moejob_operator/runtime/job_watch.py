@@ -16,8 +16,8 @@ import kopf
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.kube_api.api_client import Listing
-from moejob_operator.kube_api.cache import Cache, slim
-from moejob_operator.kube_api.informers import Pauses
+from moejob_operator.kube_api.cache import Cache, slim_object
+from moejob_operator.kube_api.informers import RetryPauses
 from moejob_operator.kube_api.live_lists import LiveLists
 from moejob_operator.logs import Log
 
@@ -37,7 +37,7 @@ class JobWatch:
     reconcile: Callable[[JobKey], None]
     clock: Callable[[], float] = time.monotonic
     listed: asyncio.Event = field(default_factory=asyncio.Event)
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: RetryPauses = field(default_factory=RetryPauses)
     _pages: list[Raw] = field(default_factory=list)
     _active_at: float = field(init=False)
 
@@ -52,7 +52,7 @@ class JobWatch:
     @property
     def path(self) -> str:
         """Path of the collection."""
-        [path] = self.lists.paths(Kind.JOB, self.lists.namespace)
+        [path] = self.lists.api_paths(Kind.JOB, self.lists.namespace)
         return path
 
     @property
@@ -64,24 +64,24 @@ class JobWatch:
         """Note that kopf sends a request or receives a response."""
         self._active_at = self.clock()
 
-    def take(self, page: Listing, *, is_first: bool, is_last: bool) -> None:
+    def take_page(self, page: Listing, *, is_first: bool, is_last: bool) -> None:
         """Record a page of a list; after the last one the cache holds exactly the listed jobs."""
         if is_first:
             self._pages = []
-        self._pages += (slim(Kind.JOB, raw) for raw in page.items)
+        self._pages += (slim_object(Kind.JOB, raw) for raw in page.items)
         if not is_last:
             return
-        self.lists.replace(Kind.JOB, self._pages, int(page.version))
+        self.lists.replace_cached(Kind.JOB, self._pages, int(page.version))
         self._pages = []
         self.listed.set()
         for key in self.lists.cache.all_keys():
             self.reconcile(key)
 
 
-def receive(event: kopf.RawEvent, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
+def receive_job_event(event: kopf.RawEvent, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
     """Record an event from kopf; an event without a type comes from a list."""
     raw = event["object"]
-    key = cache.gone(Kind.JOB, raw) if event["type"] == "DELETED" else cache.seen(Kind.JOB, raw)
+    key = cache.record_deletion(Kind.JOB, raw) if event["type"] == "DELETED" else cache.record_object(Kind.JOB, raw)
     log.debug("event of a job", type=event["type"], job=raw["metadata"]["name"], is_news=key is not None)
     if key is not None:
         reconcile(key)

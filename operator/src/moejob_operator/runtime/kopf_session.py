@@ -17,26 +17,26 @@ import kopf
 from moejob_api.job import GROUP, PLURAL
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
 from moejob_operator.kube_api.api_client import (
-    Absent,
+    AlreadyExists,
     ApiClient,
-    Exists,
     Expired,
+    NotFound,
     RequestMetrics,
     Verb,
-    lines,
-    listing_of,
-    resource_of,
-    understood,
+    parse_response,
+    read_lines,
+    read_listing,
+    requested_resource,
     watch_event,
 )
-from moejob_operator.kube_api.informers import Pauses
+from moejob_operator.kube_api.informers import RetryPauses
 from moejob_operator.kube_api.live_lists import JOBS
 from moejob_operator.logs import Log
 from moejob_operator.runtime.job_watch import JobWatch
 
 log = Log(__name__)
 
-_BROKEN = (Absent, Conflict, Exists, Forbidden, Retryable, aiohttp.ClientError, OSError, TimeoutError)
+_BROKEN = (NotFound, Conflict, AlreadyExists, Forbidden, Retryable, aiohttp.ClientError, OSError, TimeoutError)
 _EXPIRED = b'{"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}\n'
 
 
@@ -47,54 +47,56 @@ class KopfSession:
         self._api = api
         self._metrics = metrics
         self._watches = {watch.path: watch for watch in watches}
-        self._pauses = Pauses()
+        self._pauses = RetryPauses()
 
-    def credentials(self) -> kopf.AiohttpSession:
+    def build_credentials(self) -> kopf.AiohttpSession:
         """Return the answer to kopf's login."""
-        return kopf.AiohttpSession(server=self._api.host, aiohttp_session=self._api.session(self._ask))
+        return kopf.AiohttpSession(server=self._api.host, aiohttp_session=self._api.new_session(self._handle_request))
 
-    async def _ask(self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    async def _handle_request(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
         watch = self._watches.get(request.url.path)
         if watch is None:
-            return await self._discover(request, handler)
+            return await self._discover_resources(request, handler)
         watch.touch()
-        ask = self._watch if "watch" in request.url.query else self._list
+        forward = self._watch_jobs if "watch" in request.url.query else self._list_jobs
         try:
-            return await ask(watch, request, handler)
+            return await forward(watch, request, handler)
         except _BROKEN as error:
             log.warning("jobs cannot be watched", part=watch.name, error=str(error) or repr(error))
             await watch.pauses.wait()
             # The one error after which kopf begins both a list and a watch again.
             raise aiohttp.ClientPayloadError(f"{watch.name}: {error!r}") from error
 
-    async def _list(
+    async def _list_jobs(
         self, watch: JobWatch, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        response = await self._sent(Verb.LIST, request, handler)
-        page = _object(response, await response.read())
+        response = await self._send_request(Verb.LIST, request, handler)
+        page = _response_object(response, await response.read())
         try:
-            listing, more = listing_of(page), page["metadata"].get("continue")
+            listing, more = read_listing(page), page["metadata"].get("continue")
         except (KeyError, TypeError, AttributeError) as error:
             raise Retryable(f"no list of jobs: {error!r}") from error
-        watch.take(listing, is_first="continue" not in request.url.query, is_last=not more)
+        watch.take_page(listing, is_first="continue" not in request.url.query, is_last=not more)
         watch.pauses.reset()
         return response
 
-    async def _watch(
+    async def _watch_jobs(
         self, watch: JobWatch, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        response = await self._sent(Verb.WATCH, request, handler)
-        lines_of = _Events(response.content, watch)
+        response = await self._send_request(Verb.WATCH, request, handler)
+        content = _WatchContent(response.content, watch)
         if response.status != 200:
             try:
-                _object(response, await response.read())
+                _response_object(response, await response.read())
             except Expired:
                 # A line with the code 410 makes kopf list again; the status 410 would end kopf.
-                response.status, lines_of = 200, _Events(None, watch)
-        response.content = lines_of  # type: ignore[assignment]
+                response.status, content = 200, _WatchContent(None, watch)
+        response.content = content  # type: ignore[assignment]
         return response
 
-    async def _discover(
+    async def _discover_resources(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         """Ask until jobs are served: kopf notices a later definition only with the right to watch all definitions."""
@@ -103,11 +105,11 @@ class KopfSession:
             for watch in self._watches.values():
                 watch.touch()
             try:
-                response = await self._sent(Verb.GET, request, handler)
+                response = await self._send_request(Verb.GET, request, handler)
                 content = await response.read()
                 if response.status == 404 and not path.startswith(f"/apis/{GROUP}/"):
                     return response
-                lack = _lack(path, _object(response, content))
+                lack = _missing_part(path, _response_object(response, content))
                 if lack is None:
                     self._pauses.reset()
                     return response
@@ -116,7 +118,7 @@ class KopfSession:
             log.warning("jobs cannot be watched yet", path=path, error=lack)
             await self._pauses.wait()
 
-    async def _sent(
+    async def _send_request(
         self, verb: Verb, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         started, code = time.monotonic(), "unreachable"
@@ -128,11 +130,11 @@ class KopfSession:
                     await response.read()
             code = str(response.status)
         finally:
-            self._metrics.requested(verb, resource_of(request.url.path), code, time.monotonic() - started)
+            self._metrics.count_request(verb, requested_resource(request.url.path), code, time.monotonic() - started)
         return response
 
 
-class _Events:
+class _WatchContent:
     """The content of a watch as kopf reads it: whole lines, each an event. None: the watch has expired."""
 
     def __init__(self, content: aiohttp.StreamReader | None, watch: JobWatch) -> None:
@@ -143,7 +145,7 @@ class _Events:
         """Yield line by line, until one is no event of a watch."""
         received = False
         try:
-            async for line in self._lines():
+            async for line in self._read_content():
                 self._watch.touch()
                 watch_event(line)
                 received = True
@@ -157,10 +159,10 @@ class _Events:
         else:
             await self._watch.pauses.wait()
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _read_content(self) -> AsyncIterator[bytes]:
         if self._content is None:
             raise Expired("the version of the last list is too old")
-        async for line in lines(self._content):
+        async for line in read_lines(self._content):
             yield line
 
     def exception(self) -> BaseException | None:
@@ -173,16 +175,16 @@ class _Events:
             self._content.set_exception(error)
 
 
-def _object(response: aiohttp.ClientResponse, content: bytes) -> Raw:
+def _response_object(response: aiohttp.ClientResponse, content: bytes) -> Raw:
     if response.status == 200 and response.content_type != "application/json":
         raise Retryable(f"an answer of type {response.content_type}: {content[:500]!r}")
-    return understood(str(response.status), content, f"{response.method} {response.url.path}")
+    return parse_response(str(response.status), content, f"{response.method} {response.url.path}")
 
 
-def _lack(path: str, answer: Raw) -> str | None:
+def _missing_part(path: str, document: Raw) -> str | None:
     """Return the missing API without which kopf never begins to watch jobs; None when it is served."""
-    if path == "/apis" and not any(group["name"] == GROUP for group in answer["groups"]):
+    if path == "/apis" and not any(group["name"] == GROUP for group in document["groups"]):
         return f"the API server knows no group {GROUP}: install the CustomResourceDefinition"
-    if path == f"/apis/{JOBS}" and not any(resource["name"] == PLURAL for resource in answer["resources"]):
+    if path == f"/apis/{JOBS}" and not any(resource["name"] == PLURAL for resource in document["resources"]):
         return f"the API server knows no {PLURAL} of {JOBS}: install the CustomResourceDefinition"
     return None

@@ -11,7 +11,7 @@ from moejob_operator.kube_api.api_client import PAGE
 from moejob_operator.runtime.job_watch import INACTIVITY_SECONDS
 
 
-def configure(settings: kopf.OperatorSettings, reviewers: Executor, server: kopf.WebhookServerProtocol) -> None:
+def configure_kopf(settings: kopf.OperatorSettings, reviewers: Executor, server: kopf.WebhookServerProtocol) -> None:
     """Set kopf up. Synchronous handlers, of which there is the check of a job, run in `reviewers`."""
     # To see definitions and namespaces come and go, kopf would need the right to watch all of them.
     settings.scanning.disabled = True

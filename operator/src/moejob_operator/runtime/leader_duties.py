@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
-from moejob_operator.kube_api.api_client import Absent
+from moejob_operator.kube_api.api_client import NotFound
 from moejob_operator.kube_api.informers import Informer
 from moejob_operator.kube_api.live_lists import LiveLists
 from moejob_operator.logs import Log
@@ -29,47 +29,47 @@ class Leader:
     lists: Sequence[LiveLists]
     watches: Sequence[Informer | JobWatch]
     resync_seconds: float
-    leads: Callable[[bool], None]
+    report_leading: Callable[[bool], None]
 
     async def lead(self) -> None:
         """Work until the queue is stopped, or until cancelled."""
-        self.leads(True)
+        self.report_leading(True)
         try:
-            await self._begin()
+            await self._queue_all_jobs()
             async with asyncio.TaskGroup() as group:
-                again = group.create_task(self._look_again())
+                resync = group.create_task(self._resync_forever())
                 await self.queue.run()
-                again.cancel()
+                resync.cancel()
         finally:
-            self.leads(False)
+            self.report_leading(False)
 
-    async def _begin(self) -> None:
+    async def _queue_all_jobs(self) -> None:
         for watch in self.watches:
             await watch.listed.wait()
         # What the last leader wrote at its end may not have reached our watches yet.
         while True:
-            if await self._listed(Kind.JOB, Kind.POD_GROUP):
+            if await self._refresh_lists(Kind.JOB, Kind.POD_GROUP):
                 break
             await asyncio.sleep(_RETRY_SECONDS)
         for key in self._all_keys():
             self.queue.add(key)
 
-    async def _look_again(self) -> None:
+    async def _resync_forever(self) -> None:
         while True:
             for key in self._all_keys():
                 # Not before half a period: all have just been reconciled. At random: no job has to wait for all others.
                 self.queue.add(key, random.uniform(0.5, 1.5) * self.resync_seconds)
             await asyncio.sleep(self.resync_seconds)
-            await self._listed(Kind.POD_GROUP)
+            await self._refresh_lists(Kind.POD_GROUP)
 
-    async def _listed(self, *kinds: Kind) -> bool:
+    async def _refresh_lists(self, *kinds: Kind) -> bool:
         """List these kinds and find gang schedulers again; return whether that succeeded."""
         try:
             await self.lists[0].gangs.refresh()
             for lists in self.lists:
                 for kind in kinds:
-                    await lists.fill(kind)
-        except (Absent, Forbidden, Retryable) as error:
+                    await lists.fill_cache(kind)
+        except (NotFound, Forbidden, Retryable) as error:
             log.warning("cannot list", error=str(error))
             return False
         return True

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, assert_never
 
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists
+from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound
 from moejob_operator.logs import Log
 
 log = Log(__name__)
@@ -53,7 +53,7 @@ class Lease:
     version: str
 
     @classmethod
-    def of(cls, raw: Raw) -> Lease:
+    def from_body(cls, raw: Raw) -> Lease:
         """Read the Lease from an API object; missing fields mean that no replica holds it."""
         spec: Mapping[str, Any] = raw.get("spec") or {}
         return cls(
@@ -69,60 +69,60 @@ class LeaseObservation:
     """A Lease (None: there is none) and since when, by our own clock, it has been like this."""
 
     lease: Lease | None
-    since: float
+    since_time: float
 
 
 @dataclass(frozen=True, slots=True)
-class Acquire:
+class AcquireLease:
     """Put our name into the Lease as it was read, or create it where there is none."""
 
-    over: Lease | None
+    existing: Lease | None
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
+class RenewLease:
     """Renew the Lease, which is ours."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForLease:
     """Wait: another replica leads until then, unless it releases the Lease before."""
 
     until: float
 
 
-Move = Acquire | Renew | Wait
+Move = AcquireLease | RenewLease | WaitForLease
 
 
-def observed_lease(before: LeaseObservation | None, lease: Lease | None, now: float) -> LeaseObservation:
+def observe_lease(before: LeaseObservation | None, lease: Lease | None, now: float) -> LeaseObservation:
     """Return the observation of a Lease as read: one that has not changed keeps the time when it was first seen."""
     if before is not None and before.lease == lease:
         return before
     return LeaseObservation(lease, now)
 
 
-def move(seen: LeaseObservation, identity: str, terms: LeaseDurations, now: float) -> Move:
+def next_move(observation: LeaseObservation, identity: str, durations: LeaseDurations, now: float) -> Move:
     """Return the next move of a candidate, by the Lease as it saw it."""
-    lease = seen.lease
+    lease = observation.lease
     if lease is None or not lease.holder:
-        return Acquire(lease)
+        return AcquireLease(lease)
     if lease.holder == identity:
-        return Renew(lease)
+        return RenewLease(lease)
     # A longer lease, as an older or newer release may write it, stays valid.
-    until = seen.since + max(lease.seconds, terms.lease_seconds)
-    return Acquire(lease) if now >= until else Wait(until)
+    until = observation.since_time + max(lease.seconds, durations.lease_seconds)
+    return AcquireLease(lease) if now >= until else WaitForLease(until)
 
 
-def body(terms: LeaseDurations, identity: str, over: Lease | None, now: datetime) -> dict[str, Any]:
+def lease_spec(durations: LeaseDurations, identity: str, existing: Lease | None, now: datetime) -> dict[str, Any]:
     """The spec to write: with our name, over the Lease as it was read."""
-    is_ours = over is not None and over.holder == identity
+    is_ours = existing is not None and existing.holder == identity
     spec: dict[str, Any] = {
         "holderIdentity": identity,
-        "leaseDurationSeconds": terms.lease_seconds,
+        "leaseDurationSeconds": durations.lease_seconds,
         "renewTime": _micro_time(now),
-        "leaseTransitions": (over.transitions if over else 0) + (0 if is_ours or over is None else 1),
+        "leaseTransitions": (existing.transitions if existing else 0) + (0 if is_ours or existing is None else 1),
     }
     return spec if is_ours else spec | {"acquireTime": _micro_time(now)}
 
@@ -153,7 +153,7 @@ class Leadership(Protocol):
         """Run `lead` whenever this process leads, until stopped."""
 
 
-class Sole:
+class SoleReplica:
     """The only replica there is: it leads from the start."""
 
     def remaining_seconds(self) -> float:
@@ -175,22 +175,22 @@ class Election:
         self,
         store: LeaseStore,
         identity: str,
-        terms: LeaseDurations,
+        durations: LeaseDurations,
         clock: Callable[[], float] = boot_clock,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._store = store
         self._identity = identity
-        self._terms = terms
+        self._durations = durations
         self._clock = clock
         self._chance = chance
-        self._seen: LeaseObservation | None = None
-        self._until = float("-inf")
+        self._observation: LeaseObservation | None = None
+        self._leads_until = float("-inf")
         self._is_stopping = asyncio.Event()
 
     def remaining_seconds(self) -> float:
         """Return for how many seconds this process certainly leads; it may act only above zero."""
-        return self._until - self._clock()
+        return self._leads_until - self._clock()
 
     def stop(self) -> None:
         """Lead no more once the work in hand has ended, and campaign no more."""
@@ -199,19 +199,19 @@ class Election:
     async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
         """Campaign and lead until stopped. `lead` is cancelled when the Lease may be lost, and returns when stopped."""
         while not self._is_stopping.is_set():
-            if await self._attempt():
-                await self._govern(lead)
+            if await self._try_to_lead():
+                await self._lead_while_certain(lead)
             else:
-                await self._rest()
+                await self._wait_turn()
 
-    async def _rest(self) -> None:
-        seconds = self._terms.look_seconds * (0.8 + 0.2 * self._chance())
-        if self._seen is not None:
-            match move(self._seen, self._identity, self._terms, self._clock()):
-                case Wait(until):
+    async def _wait_turn(self) -> None:
+        seconds = self._durations.look_seconds * (0.8 + 0.2 * self._chance())
+        if self._observation is not None:
+            match next_move(self._observation, self._identity, self._durations, self._clock()):
+                case WaitForLease(until):
                     # Wake up exactly then: a longer wait would be time without a leader.
                     seconds = min(seconds, max(0.0, until - self._clock()))
-                case Acquire() | Renew():
+                case AcquireLease() | RenewLease():
                     pass
         try:
             async with asyncio.timeout(seconds):
@@ -219,17 +219,17 @@ class Election:
         except TimeoutError:
             return
 
-    async def _attempt(self) -> bool:
+    async def _try_to_lead(self) -> bool:
         """Read the Lease and make the next move; return whether this process leads now."""
         try:
-            async with asyncio.timeout(self._terms.renew_deadline_seconds / 2):
-                match move(await self._look(), self._identity, self._terms, self._clock()):
-                    case Wait():
+            async with asyncio.timeout(self._durations.renew_deadline_seconds / 2):
+                match next_move(await self._read_lease(), self._identity, self._durations, self._clock()):
+                    case WaitForLease():
                         return False
-                    case Acquire(over):
-                        await self._put(over)
-                    case Renew(lease):
-                        await self._put(lease)
+                    case AcquireLease(existing):
+                        await self._put_lease(existing)
+                    case RenewLease(lease):
+                        await self._put_lease(lease)
                     case unexpected:
                         assert_never(unexpected)
         except (Conflict, Retryable, TimeoutError) as error:
@@ -240,18 +240,18 @@ class Election:
             return False
         return True
 
-    async def _put(self, over: Lease | None) -> None:
+    async def _put_lease(self, existing: Lease | None) -> None:
         # Before sending: the others count from when it was stored, which is later.
-        sent = self._clock()
-        spec = body(self._terms, self._identity, over, datetime.now(UTC))
-        raw = await (self._store.create(spec) if over is None else self._store.write(spec, over.version))
-        self._seen = observed_lease(self._seen, Lease.of(raw), self._clock())
-        self._until = sent + self._terms.renew_deadline_seconds
+        sent_at = self._clock()
+        spec = lease_spec(self._durations, self._identity, existing, datetime.now(UTC))
+        raw = await (self._store.create(spec) if existing is None else self._store.write(spec, existing.version))
+        self._observation = observe_lease(self._observation, Lease.from_body(raw), self._clock())
+        self._leads_until = sent_at + self._durations.renew_deadline_seconds
 
-    async def _govern(self, lead: Callable[[], Awaitable[None]]) -> None:
+    async def _lead_while_certain(self, lead: Callable[[], Awaitable[None]]) -> None:
         log.info("leading", identity=self._identity)
         work = asyncio.ensure_future(lead())
-        renewals = asyncio.ensure_future(self._renew())
+        renewals = asyncio.ensure_future(self._keep_renewing())
         try:
             # The clock decides that time is up, not the renewals: they may hang in a call to a silent API server.
             while not work.done() and not renewals.done() and self.remaining_seconds() > 0:
@@ -261,53 +261,55 @@ class Election:
         finally:
             if not work.done():
                 # Before the cancellation, so that work that ends slowly can write nothing.
-                self._until = float("-inf")
+                self._leads_until = float("-inf")
             renewals.cancel()
             work.cancel()
             await asyncio.wait({work, renewals})
-            self._until = float("-inf")
+            self._leads_until = float("-inf")
         if work.cancelled():
             log.warning("not leading any more: the lease was taken, or could not be renewed in time")
             return
-        await self._release()
+        await self._release_lease()
         work.result()
 
-    async def _renew(self) -> None:
+    async def _keep_renewing(self) -> None:
         """Renew for as long as no other replica has the Lease."""
-        while (lease := self._own()) is not None:
-            await asyncio.sleep(self._terms.retry_seconds)
+        while (lease := self._held_lease()) is not None:
+            await asyncio.sleep(self._durations.retry_seconds)
             try:
-                async with asyncio.timeout(self._terms.renew_deadline_seconds / 2):
+                async with asyncio.timeout(self._durations.renew_deadline_seconds / 2):
                     await self._renew_once(lease)
             except (Conflict, Retryable, TimeoutError, Forbidden) as error:
                 log.warning("the lease was not renewed", error=repr(error), left_seconds=self.remaining_seconds())
 
     async def _renew_once(self, lease: Lease) -> None:
         try:
-            await self._put(lease)
+            await self._put_lease(lease)
         except Conflict:
             # Still ours where only the reply to a renewal was lost; another's after too long a sleep of this process.
-            await self._look()
-            if (found := self._own()) is not None:
-                await self._put(found)
+            await self._read_lease()
+            if (present_lease := self._held_lease()) is not None:
+                await self._put_lease(present_lease)
 
-    async def _look(self) -> LeaseObservation:
+    async def _read_lease(self) -> LeaseObservation:
         raw = await self._store.read()
-        self._seen = observed_lease(self._seen, None if raw is None else Lease.of(raw), self._clock())
-        return self._seen
+        self._observation = observe_lease(
+            self._observation, None if raw is None else Lease.from_body(raw), self._clock()
+        )
+        return self._observation
 
-    def _own(self) -> Lease | None:
+    def _held_lease(self) -> Lease | None:
         """The Lease as last seen, when it is ours."""
-        lease = self._seen.lease if self._seen is not None else None
+        lease = self._observation.lease if self._observation is not None else None
         return lease if lease is not None and lease.holder == self._identity else None
 
-    async def _release(self) -> None:
+    async def _release_lease(self) -> None:
         """Give the Lease up, so that a follower need not wait for its end."""
-        lease = self._own()
+        lease = self._held_lease()
         if lease is None:
             return
         try:
-            async with asyncio.timeout(self._terms.retry_seconds):
+            async with asyncio.timeout(self._durations.retry_seconds):
                 await self._store.write({"holderIdentity": None, "leaseDurationSeconds": 1}, lease.version)
         except (Conflict, Retryable, Forbidden, TimeoutError) as error:
             log.warning("the lease was not released: a follower will wait for its end", error=str(error))
@@ -330,8 +332,8 @@ class ApiLeaseStore:
     async def read(self) -> Raw | None:
         """The Lease; None when there is none."""
         try:
-            return await self.api.get(f"{self._leases}/{self.name}")
-        except Absent:
+            return await self.api.get(f"{self._leases_path}/{self.name}")
+        except NotFound:
             return None
 
     async def create(self, spec: Mapping[str, Any]) -> Raw:
@@ -344,19 +346,19 @@ class ApiLeaseStore:
         }
         try:
             # The reply has the metadata only; the spec is as it was sent.
-            return {**await self.api.create(self._leases, lease), "spec": spec}
-        except Exists as exists:
+            return {**await self.api.create(self._leases_path, lease), "spec": spec}
+        except AlreadyExists as exists:
             raise Conflict(str(exists)) from exists
 
     async def write(self, spec: Mapping[str, Any], version: str) -> Raw:
         """Lay fields over the Lease of exactly this version."""
         try:
-            return await self.api.merge(
-                f"{self._leases}/{self.name}", {"metadata": {"resourceVersion": version}, "spec": spec}
+            return await self.api.patch(
+                f"{self._leases_path}/{self.name}", {"metadata": {"resourceVersion": version}, "spec": spec}
             )
-        except Absent as absent:
+        except NotFound as absent:
             raise Conflict(str(absent)) from absent
 
     @property
-    def _leases(self) -> str:
+    def _leases_path(self) -> str:
         return f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"

@@ -12,10 +12,10 @@ import kopf
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.logs import Log
 from moejob_operator.runtime import health
-from moejob_operator.runtime.assembly import ReplicaParts, assemble
-from moejob_operator.runtime.job_watch import receive
+from moejob_operator.runtime.assembly import ReplicaParts, assemble_replica
+from moejob_operator.runtime.job_watch import receive_job_event
 from moejob_operator.runtime.kopf_session import KopfSession
-from moejob_operator.runtime.kopf_settings import configure
+from moejob_operator.runtime.kopf_settings import configure_kopf
 from moejob_operator.runtime.settings import Settings, read_settings
 
 log = Log(__name__)
@@ -42,15 +42,15 @@ class Operator:
         _check_namespaces(settings, is_clusterwide=settings_of_kopf.peering.clusterwide)
         stack = AsyncExitStack()
         try:
-            parts = await assemble(stack, settings)
+            parts = await assemble_replica(stack, settings)
             operator = cls(parts, stack, memo.get("stopping") or asyncio.Event())
-            configure(settings_of_kopf, parts.reviewers, parts.admission)
-            answers = health.answers(parts.metrics, operator.troubles, operator.missing)
-            await stack.enter_async_context(health.served(answers, settings.http_port))
+            configure_kopf(settings_of_kopf, parts.reviewers, parts.admission)
+            handler = health.health_handler(parts.metrics, operator.find_troubles, operator.missing_parts)
+            await stack.enter_async_context(health.serve_health(handler, settings.http_port))
         except BaseException:
             await stack.aclose()
             raise
-        operator._run()
+        operator._start_parts()
         log.info("started", identity=settings.identity, namespaces=settings.namespaces)
         return operator
 
@@ -77,16 +77,16 @@ class Operator:
         """The session that kopf logs in with."""
         return self._parts.kopf_session
 
-    def receive(self, event: kopf.RawEvent) -> None:
+    def receive_event(self, event: kopf.RawEvent) -> None:
         """Take in an event of a job."""
-        receive(event, self._parts.cache, self._parts.leader.queue.add)
+        receive_job_event(event, self._parts.cache, self._parts.leader.queue.add)
 
-    def troubles(self) -> Mapping[str, str]:
+    def find_troubles(self) -> Mapping[str, str]:
         """Return the lasting troubles: parts that have ended, watches that kopf has given up."""
-        ended = {name: "has ended" for name, task in self._tasks.items() if task.done() and not self._is_stopping}
-        return ended | {watch.name: "kopf asks nothing any more" for watch in self.job_watches if watch.is_dead}
+        ended_parts = {name: "has ended" for name, task in self._tasks.items() if task.done() and not self._is_stopping}
+        return ended_parts | {watch.name: "kopf asks nothing any more" for watch in self.job_watches if watch.is_dead}
 
-    def missing(self) -> Mapping[str, str]:
+    def missing_parts(self) -> Mapping[str, str]:
         """Return the parts that this replica still lacks to do all of its work."""
         if self._is_stopping:
             return {"operator": "is stopping"}
@@ -99,18 +99,18 @@ class Operator:
             lacks["webhook"] = "is not served yet"
         return lacks
 
-    def _run(self) -> None:
-        self._begin("election", self._parts.leadership.run(self._parts.leader.lead))
+    def _start_parts(self) -> None:
+        self._start_part("election", self._parts.leadership.run(self._parts.leader.lead))
         for informer in self._parts.informers:
-            self._begin(informer.name, informer.run())
+            self._start_part(informer.name, informer.run())
         if self._parts.keeper is not None:
-            self._begin("webhook", self._parts.keeper.run())
+            self._start_part("webhook", self._parts.keeper.run())
 
-    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _start_part(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._note_end)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
         raised = None if task.cancelled() else task.exception()
         if self._is_stopping and raised is None:
             return
@@ -122,6 +122,6 @@ class Operator:
 def _check_namespaces(settings: Settings, *, is_clusterwide: bool) -> None:
     if is_clusterwide is not bool(settings.namespaces):
         return
-    asked = "all namespaces" if is_clusterwide else "some namespaces"
-    ours = ", ".join(settings.namespaces) or "all"
-    raise ValueError(f"kopf watches {asked}, but MOEJOB_OPERATOR_NAMESPACES is {ours}: give both the same")
+    watched = "all namespaces" if is_clusterwide else "some namespaces"
+    configured = ", ".join(settings.namespaces) or "all"
+    raise ValueError(f"kopf watches {watched}, but MOEJOB_OPERATOR_NAMESPACES is {configured}: give both the same")

@@ -34,11 +34,13 @@ class Metrics:
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
         tasks = Gauge("moejob_tasks", "Tasks that run or wait in this process.", registry=registry)
-        tasks.set_function(_tasks)
+        tasks.set_function(_count_tasks)
         self._reconcile = Histogram(
             "moejob_reconcile_seconds", "Time to reconcile one job.", ["outcome"], registry=registry, buckets=_FAST
         )
-        self._wait = Histogram("moejob_queue_wait_seconds", "From due to begun.", registry=registry, buckets=_FAST)
+        self._queue_wait = Histogram(
+            "moejob_queue_wait_seconds", "From due to begun.", registry=registry, buckets=_FAST
+        )
         self._depth = Gauge("moejob_queue_depth", "Jobs that wait for a look, now or later.", registry=registry)
         self._retries = Counter(
             "moejob_queue_retries", "Reconciles that failed and are tried again.", registry=registry
@@ -57,8 +59,8 @@ class Metrics:
             ["what", "reason"],
             registry=registry,
         )
-        self._lost = Counter("moejob_lost_gpu_hours", "GPU hours lost to failures.", registry=registry)
-        self._finished = Counter("moejob_finished_jobs", "Jobs that ended.", ["phase"], registry=registry)
+        self._lost_gpu_hours = Counter("moejob_lost_gpu_hours", "GPU hours lost to failures.", registry=registry)
+        self._finished_jobs = Counter("moejob_finished_jobs", "Jobs that ended.", ["phase"], registry=registry)
         self._reviews = Histogram(
             "moejob_admission_seconds", "Time to judge a job.", ["answer"], registry=registry, buckets=_FAST
         )
@@ -66,25 +68,25 @@ class Metrics:
             "moejob_certificate_expiry_timestamp_seconds", "When the webhook's certificate ends.", registry=registry
         )
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
 
-    def count(self, jobs: Callable[[], Iterable[Raw]]) -> None:
+    def count_jobs(self, jobs: Callable[[], Iterable[Raw]]) -> None:
         """Count jobs at each scrape; `jobs` returns none on a follower, or two replicas would count the same jobs."""
         self.registry.register(_JobCollector(jobs))
 
     # --- the work queue -------------------------------------------------------------------------------------------
 
-    def queued(self, depth: int) -> None:
+    def set_queue_depth(self, depth: int) -> None:
         """Set the number of jobs that wait."""
         self._depth.set(depth)
 
-    def started(self, waited_seconds: float) -> None:
+    def observe_wait(self, waited_seconds: float) -> None:
         """A reconcile begins."""
-        self._wait.observe(waited_seconds)
+        self._queue_wait.observe(waited_seconds)
 
-    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
+    def observe_work(self, seconds: float, outcome: WorkOutcome) -> None:
         """A reconcile ended."""
         self._reconcile.labels(outcome).observe(seconds)
         if outcome in (WorkOutcome.RETRIED, WorkOutcome.BROKEN):
@@ -92,33 +94,35 @@ class Metrics:
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
+    def count_request(self, verb: str, resource: str, code: str, seconds: float) -> None:
         """Count a request to the API server; without a response the code is a word."""
         self._requests.labels(verb, resource, code).observe(seconds)
 
-    def leads(self, is_leading: bool) -> None:
+    def set_leading(self, is_leading: bool) -> None:
         """This replica begins or ends to lead."""
         self._leading.set(is_leading)
 
-    def reviewed(self, answer: str, seconds: float) -> None:
+    def count_review(self, verdict: str, seconds: float) -> None:
         """The webhook answered."""
-        self._reviews.labels(answer).observe(seconds)
+        self._reviews.labels(verdict).observe(seconds)
 
-    def certificate_ends(self, timestamp: float) -> None:
+    def set_certificate_end(self, timestamp: float) -> None:
         """A certificate is served until then."""
         self._expiry.set(timestamp)
 
-    def status_written(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def count_status_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Count what grew from one status to the next."""
-        reason = _at(after, "lastFailure", "reason") or _UNKNOWN
-        for what, field in _RESTARTS.items():
-            grown = _number(after, "restarts", field) - _number(before, "restarts", field)
+        reason = _field_at(after, "lastFailure", "reason") or _UNKNOWN
+        for kind, field in _RESTARTS.items():
+            grown = _number_at(after, "restarts", field) - _number_at(before, "restarts", field)
             if grown > 0:
-                self._restarts.labels(what, reason).inc(grown)
-        self._lost.inc(max(0.0, _number(after, "goodput", "lostGpuHours") - _number(before, "goodput", "lostGpuHours")))
+                self._restarts.labels(kind, reason).inc(grown)
+        self._lost_gpu_hours.inc(
+            max(0.0, _number_at(after, "goodput", "lostGpuHours") - _number_at(before, "goodput", "lostGpuHours"))
+        )
         phase = after.get("phase")
         if phase != before.get("phase") and phase in (Phase.SUCCEEDED, Phase.FAILED):
-            self._finished.labels(phase).inc()
+            self._finished_jobs.labels(phase).inc()
 
 
 class _JobCollector(Collector):
@@ -135,14 +139,14 @@ class _JobCollector(Collector):
             status = job.get("status") or {}
             key = (job["metadata"]["namespace"], status.get("phase") or Phase.PENDING)
             phases[key] += 1
-            has_gpus = _at(job.get("spec") or {}, "resources", "accelerator") != Accelerator.CPU
+            has_gpus = _field_at(job.get("spec") or {}, "resources", "accelerator") != Accelerator.CPU
             if has_gpus and key[1] in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING):
-                gpus[key] += int(_number(status, "layout", "gpus"))
-        yield _family("moejob_jobs", "Jobs by phase.", phases)
-        yield _family("moejob_gpus", "GPUs that jobs hold or wait for.", gpus)
+                gpus[key] += int(_number_at(status, "layout", "gpus"))
+        yield _metric_family("moejob_jobs", "Jobs by phase.", phases)
+        yield _metric_family("moejob_gpus", "GPUs that jobs hold or wait for.", gpus)
 
 
-def _tasks() -> float:
+def _count_tasks() -> float:
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:
@@ -150,16 +154,16 @@ def _tasks() -> float:
         return 0.0
 
 
-def _family(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
+def _metric_family(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=["namespace", "phase"])
     for labels, count in counts.items():
         family.add_metric(list(labels), count)
     return family
 
 
-def _at(tree: Mapping[str, Any], section: str, field: str) -> Any:
+def _field_at(tree: Mapping[str, Any], section: str, field: str) -> Any:
     return (tree.get(section) or {}).get(field)
 
 
-def _number(tree: Mapping[str, Any], section: str, field: str) -> float:
-    return float(_at(tree, section, field) or 0)
+def _number_at(tree: Mapping[str, Any], section: str, field: str) -> float:
+    return float(_field_at(tree, section, field) or 0)

@@ -36,7 +36,7 @@ def keep_loop_prompt() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-async def run(settings: Settings) -> int:
+async def run_operator(settings: Settings) -> int:
     """Run until SIGTERM, or until something ends that should not. Returns the exit code."""
     memo, before = kopf.Memo(settings=settings, stopping=asyncio.Event()), asyncio.all_tasks()
     parts = await kopf.spawn_tasks(
@@ -47,19 +47,19 @@ async def run(settings: Settings) -> int:
         namespaces=settings.namespaces,
         stop_flag=memo.stopping,
     )
-    whole = asyncio.ensure_future(kopf.run_tasks(parts, ignored=before))
-    ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-    names = sorted(task.get_name() for task in ended)
+    kopf_run = asyncio.ensure_future(kopf.run_tasks(parts, ignored=before))
+    ended_parts, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+    names = sorted(task.get_name() for task in ended_parts)
     if names != [_STOPPING]:
         log.error("a part of kopf has ended", part=", ".join(names))
     # After any end: kopf's task that waits for this flag would delay the exit by five seconds.
     memo.stopping.set()
     # kopf itself waits for each of its parts without a limit.
-    await asyncio.wait({whole}, timeout=settings.stop_seconds + 2 * CLOSING_SECONDS)
-    if not whole.done():
-        lasting = (task.get_name() for task in parts if not task.done())
-        log.error("a part of kopf does not end", part=", ".join(lasting))
-    is_well = names == [_STOPPING] and whole.done() and whole.exception() is None
+    await asyncio.wait({kopf_run}, timeout=settings.stop_seconds + 2 * CLOSING_SECONDS)
+    if not kopf_run.done():
+        lasting_parts = (task.get_name() for task in parts if not task.done())
+        log.error("a part of kopf does not end", part=", ".join(lasting_parts))
+    is_well = names == [_STOPPING] and kopf_run.done() and kopf_run.exception() is None
     operator: Operator | None = memo.get("operator")
     code = 0 if is_well and not (operator is not None and operator.has_failed) else 1
     log.info("stopped", exit_code=code)

@@ -18,7 +18,7 @@ from moejob_operator.runtime.leader_election import LeaseDurations
 # Where Kubernetes tells a pod its own namespace.
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-Port = Annotated[int, Field(ge=0, le=65_535)]
+PortNumber = Annotated[int, Field(ge=0, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -28,7 +28,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 Certificates = Literal["SelfSigned", "CertManager"]
 
 
-def _own_namespace() -> str:
+def _pod_namespace() -> str:
     return _NAMESPACE.read_text("ascii").strip() if _NAMESPACE.exists() else "default"
 
 
@@ -51,7 +51,7 @@ class Settings(BaseSettings):
         Path | None, Field(description="How to reach the API server. Absent: as a pod, else as kubectl would.")
     ] = None
     own_namespace: Annotated[
-        str, Field(description="Where the operator's Lease and Secret are.", default_factory=_own_namespace)
+        str, Field(description="Where the operator's Lease and Secret are.", default_factory=_pod_namespace)
     ]
     identity: Annotated[
         str,
@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     retry_seconds: Annotated[Seconds, Field(description="Between two renewals.")] = 2.0
 
     webhook: Annotated[bool, Field(description="Serve the admission webhook.")] = True
-    webhook_port: Annotated[Port, Field(description="Port of the webhook.")] = 9443
+    webhook_port: Annotated[PortNumber, Field(description="Port of the webhook.")] = 9443
     webhook_service: Annotated[str, Field(description="Service that leads to the webhook.")] = "moejob-webhook"
     webhook_secret: Annotated[str, Field(description="Secret with its certificate.")] = "moejob-webhook-certificate"
     webhook_configuration: Annotated[
@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     ] = "moejob"
     webhook_certificates: Annotated[Certificates, Field(description="Who makes the certificate.")] = "SelfSigned"
 
-    http_port: Annotated[Port, Field(description="Port of /healthz, /readyz and /metrics.")] = 8080
+    http_port: Annotated[PortNumber, Field(description="Port of /healthz, /readyz and /metrics.")] = 8080
     log_level: Annotated[LogLevel, Field(description="Lines below this level are not written.")] = "INFO"
     log_format: Annotated[Literal["JSON", "Text"], Field(description="How lines are written.")] = "JSON"
 
@@ -122,7 +122,7 @@ class Settings(BaseSettings):
         return self
 
     @property
-    def terms(self) -> LeaseDurations:
+    def lease_durations(self) -> LeaseDurations:
         """The terms of the election."""
         return LeaseDurations(self.lease_seconds, self.renew_deadline_seconds, self.retry_seconds)
 
@@ -138,6 +138,6 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         sys.exit(2)
 
 
-def unique(identity: str) -> str:
+def unique_identity(identity: str) -> str:
     """An identity that no other process has, nor this pod had before a restart."""
     return f"{identity}_{uuid4().hex[:8]}"

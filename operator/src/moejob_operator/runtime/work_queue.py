@@ -40,13 +40,13 @@ class WorkOutcome(StrEnum):
 class QueueMetrics(Protocol):
     """The metrics of the queue."""
 
-    def queued(self, depth: int) -> None:
+    def set_queue_depth(self, depth: int) -> None:
         """Set the number of waiting keys, those for later included."""
 
-    def started(self, waited_seconds: float) -> None:
+    def observe_wait(self, waited_seconds: float) -> None:
         """Observe how long after it was due the work on a key begins."""
 
-    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
+    def observe_work(self, seconds: float, outcome: WorkOutcome) -> None:
         """The work on a key ended."""
 
 
@@ -57,7 +57,7 @@ class Backoff:
     first_seconds: float = 0.1
     cap_seconds: float = 30.0
 
-    def seconds(self, failures: int, chance: float) -> float:
+    def delay_seconds(self, failures: int, chance: float) -> float:
         """After this many failures in a row; `chance` in [0, 1) picks from the upper half of the range."""
         # Beyond 64 doublings the cap has long won, and a float would overflow.
         full = min(self.cap_seconds, self.first_seconds * 2.0 ** min(failures - 1, 64))
@@ -83,8 +83,8 @@ class Schedule(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
         self._due: dict[Key, tuple[float, int]] = {}
         self._at_work: dict[Key, float] = {}
-        self._again: dict[Key, float] = {}
-        self._started: dict[Key, float] = {}
+        self._due_again: dict[Key, float] = {}
+        self._started_at: dict[Key, float] = {}
         self._starts: deque[tuple[float, Key]] = deque()
         self._count = 0
 
@@ -94,20 +94,20 @@ class Schedule(Generic[Key]):
     def add(self, key: Key, at: float) -> None:
         """Make a key due at a time, or earlier if it is; one being worked on comes up again after."""
         if key in self._at_work:
-            self._again[key] = min(at, self._again.get(key, at))
+            self._due_again[key] = min(at, self._due_again.get(key, at))
             return
-        if key in self._started:
-            at = max(at, self._started[key] + self._spacing)
+        if key in self._started_at:
+            at = max(at, self._started_at[key] + self._spacing)
         if key in self._due and self._due[key][0] <= at:
             return
         self._count += 1
         self._due[key] = (at, self._count)
         heapq.heappush(self._heap, (at, self._count, key))
         if len(self._heap) > 2 * len(self._due) + _FEW:
-            self._heap = [(due, count, held) for held, (due, count) in self._due.items()]
+            self._heap = [(due, count, waiting_key) for waiting_key, (due, count) in self._due.items()]
             heapq.heapify(self._heap)
 
-    def take(self, now: float) -> tuple[Key, float] | None:
+    def take_due(self, now: float) -> tuple[Key, float] | None:
         """Take the key that has been due for longest, with its due time; it counts as worked on until its work ends."""
         at = self.next_at()
         if at is None or at > now:
@@ -117,10 +117,10 @@ class Schedule(Generic[Key]):
         self._at_work[key] = now
         return key, at
 
-    def done(self, key: Key, now: float) -> None:
+    def finish_key(self, key: Key, now: float) -> None:
         """The work on a key has ended; what was added meanwhile is due now."""
-        self._remember(key, self._at_work.pop(key), now)
-        again = self._again.pop(key, None)
+        self._remember_start(key, self._at_work.pop(key), now)
+        again = self._due_again.pop(key, None)
         if again is not None:
             self.add(key, again)
 
@@ -133,16 +133,16 @@ class Schedule(Generic[Key]):
             heapq.heappop(self._heap)
         return None
 
-    def _remember(self, key: Key, started: float, now: float) -> None:
+    def _remember_start(self, key: Key, started: float, now: float) -> None:
         if self._spacing == 0.0:
             return
-        self._started[key] = started
+        self._started_at[key] = started
         self._starts.append((started, key))
         # Long work may stand in front of short work here: that only keeps a few entries for longer.
         while self._starts and self._starts[0][0] + self._spacing <= now:
-            old, forgotten = self._starts.popleft()
-            if self._started.get(forgotten) == old:
-                del self._started[forgotten]
+            oldest, oldest_key = self._starts.popleft()
+            if self._started_at.get(oldest_key) == oldest:
+                del self._started_at[oldest_key]
 
 
 class WorkQueue(Generic[Key]):
@@ -152,27 +152,27 @@ class WorkQueue(Generic[Key]):
         self,
         work: Work[Key],
         metrics: QueueMetrics,
-        pace: RateLimiter,
+        rate_limiter: RateLimiter,
         expected: tuple[type[Exception], ...] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`expected` are errors that say "try again"; any other is a bug: logged with its traceback, tried again."""
         self._work = work
         self._metrics = metrics
-        self._pace = pace
+        self._rate_limiter = rate_limiter
         self._expected = expected
-        self._agenda: Schedule[Key] = Schedule(pace.spacing_seconds)
+        self._schedule: Schedule[Key] = Schedule(rate_limiter.spacing_seconds)
         self._failures: dict[Key, int] = {}
         self._clock = clock
-        self._seconds: dict[Key, float] = {}
+        self._work_seconds: dict[Key, float] = {}
         self._tasks: set[asyncio.Task[float | None]] = set()
         self._news = asyncio.Event()
         self._is_stopping = False
 
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
         """Make a key due, now or later; of several times the earliest counts."""
-        self._agenda.add(key, _now() + after_seconds)
-        self._metrics.queued(len(self._agenda))
+        self._schedule.add(key, _loop_time() + after_seconds)
+        self._metrics.set_queue_depth(len(self._schedule))
         self._news.set()
 
     def stop(self) -> None:
@@ -184,8 +184,8 @@ class WorkQueue(Generic[Key]):
         """Work until stopped. Cancelled, it cancels the work in hand and keeps its keys for the next run."""
         try:
             while not self._is_stopping:
-                self._begin_due()
-                await self._something()
+                self._start_due_work()
+                await self._wait_for_news()
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
@@ -194,63 +194,66 @@ class WorkQueue(Generic[Key]):
             while self._tasks:
                 await asyncio.wait(self._tasks)
 
-    def _begin_due(self) -> None:
+    def _start_due_work(self) -> None:
         self._news.clear()
-        while len(self._tasks) < self._pace.workers and (taken := self._agenda.take(_now())) is not None:
-            key, due = taken
-            waited = _now() - due
-            self._metrics.queued(len(self._agenda))
-            self._metrics.started(waited)
-            log.debug("reconcile begins", key=key, waited_seconds=round(waited, 6))
+        while (
+            len(self._tasks) < self._rate_limiter.workers
+            and (due_key := self._schedule.take_due(_loop_time())) is not None
+        ):
+            key, due = due_key
+            waited_seconds = _loop_time() - due
+            self._metrics.set_queue_depth(len(self._schedule))
+            self._metrics.observe_wait(waited_seconds)
+            log.debug("reconcile begins", key=key, waited_seconds=round(waited_seconds, 6))
             # A task of its own: whatever it raises stays in it, and no other key notices.
-            task = asyncio.ensure_future(self._begun(key))
+            task = asyncio.ensure_future(self._run_work(key))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, key))
+            task.add_done_callback(partial(self._finish_work, key))
 
-    async def _begun(self, key: Key) -> float | None:
+    async def _run_work(self, key: Key) -> float | None:
         # Not by the loop's clock: uvloop's counts whole milliseconds, and stands still while others work.
         started = self._clock()
         try:
             return await self._work(key)
         finally:
-            self._seconds[key] = self._clock() - started
+            self._work_seconds[key] = self._clock() - started
 
-    async def _something(self) -> None:
-        due = self._agenda.next_at() if len(self._tasks) < self._pace.workers else None
+    async def _wait_for_news(self) -> None:
+        due = self._schedule.next_at() if len(self._tasks) < self._rate_limiter.workers else None
         try:
             async with asyncio.timeout_at(due):
                 await self._news.wait()
         except TimeoutError:
             return
 
-    def _ended(self, key: Key, task: asyncio.Task[float | None]) -> None:
+    def _finish_work(self, key: Key, task: asyncio.Task[float | None]) -> None:
         self._tasks.discard(task)
-        self._agenda.done(key, _now())
+        self._schedule.finish_key(key, _loop_time())
         # Work that was cancelled before its first step took no time.
-        seconds, outcome = self._seconds.pop(key, 0.0), self._settle(task, key)
-        self._metrics.ended(seconds, outcome)
+        seconds, outcome = self._work_seconds.pop(key, 0.0), self._settle_outcome(task, key)
+        self._metrics.observe_work(seconds, outcome)
         log.debug("reconcile ends", key=key, seconds=round(seconds, 6), outcome=outcome)
-        self._metrics.queued(len(self._agenda))
+        self._metrics.set_queue_depth(len(self._schedule))
         self._news.set()
 
-    def _settle(self, task: asyncio.Task[float | None], key: Key) -> WorkOutcome:
+    def _settle_outcome(self, task: asyncio.Task[float | None], key: Key) -> WorkOutcome:
         if task.cancelled():
             # Cancelled work is due again: the next leader begins with it.
-            self._agenda.add(key, _now())
+            self._schedule.add(key, _loop_time())
             return WorkOutcome.CANCELLED
         error = task.exception()
         if error is not None:
-            return self._retry(key, error)
+            return self._retry_later(key, error)
         self._failures.pop(key, None)
         again_after = task.result()
         if again_after is not None:
-            self._agenda.add(key, _now() + again_after)
+            self._schedule.add(key, _loop_time() + again_after)
         return WorkOutcome.DONE
 
-    def _retry(self, key: Key, error: BaseException) -> WorkOutcome:
+    def _retry_later(self, key: Key, error: BaseException) -> WorkOutcome:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        delay = self._pace.backoff.seconds(failures, self._pace.chance())
-        self._agenda.add(key, _now() + delay)
+        delay = self._rate_limiter.backoff.delay_seconds(failures, self._rate_limiter.chance())
+        self._schedule.add(key, _loop_time() + delay)
         if isinstance(error, self._expected):
             log.info("will be tried again", key=key, after_seconds=round(delay, 3), failures=failures, error=str(error))
             return WorkOutcome.RETRIED
@@ -258,5 +261,5 @@ class WorkQueue(Generic[Key]):
         return WorkOutcome.BROKEN
 
 
-def _now() -> float:
+def _loop_time() -> float:
     return asyncio.get_running_loop().time()

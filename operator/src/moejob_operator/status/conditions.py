@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
-from moejob_operator.children.attempt import claim_of
+from moejob_operator.children.attempt import claim_name
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.observed_state import ObservedState
-from moejob_operator.planning.timestamps import written
+from moejob_operator.planning.timestamps import format_time
 from moejob_operator.validation import Validation
 
 _MESSAGE_CHARACTERS = 8192
@@ -18,111 +18,117 @@ _LASTING = (ConditionType.MODEL_UNCHECKED, ConditionType.SUSPENDED, ConditionTyp
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class _DraftCondition:
     """One condition, before it is known since when."""
 
     type: ConditionType
-    holds: bool
+    is_true: bool
     reason: str
     message: str = ""
 
 
-def condition(status: Status, kind: ConditionType) -> Condition | None:
+def written_condition(status: Status, kind: ConditionType) -> Condition | None:
     """The condition of a type as it was written."""
-    return next((found for found in status.conditions if found.type is kind), None)
+    return next((entry for entry in status.conditions if entry.type is kind), None)
 
 
-def holds(status: Status, kind: ConditionType) -> bool:
+def is_condition_true(status: Status, kind: ConditionType) -> bool:
     """Return whether a condition was written as true."""
-    found = condition(status, kind)
-    return found is not None and found.status is ConditionStatus.TRUE
+    entry = written_condition(status, kind)
+    return entry is not None and entry.status is ConditionStatus.TRUE
 
 
-def conditions(s: ObservedState, decision: Decision, progress: Progress | None) -> tuple[Condition, ...]:
+def build_conditions(s: ObservedState, decision: Decision, progress: Progress | None) -> tuple[Condition, ...]:
     """All conditions, in the order of their types."""
-    claims = {claim.type: claim for claim in _claims(s, decision, progress)}
-    return tuple(_dated(s, claims[kind]) for kind in ConditionType if kind in claims)
+    drafts = {draft.type: draft for draft in _draft_conditions(s, decision, progress)}
+    return tuple(_date_condition(s, drafts[kind]) for kind in ConditionType if kind in drafts)
 
 
-def _claims(s: ObservedState, decision: Decision, progress: Progress | None) -> Iterator[_Claim]:
-    yield from (_Claim(kind, holds=False, reason="Over") for kind in _LASTING if condition(s.status, kind) is not None)
-    yield _accepted(s, decision)
+def _draft_conditions(s: ObservedState, decision: Decision, progress: Progress | None) -> Iterator[_DraftCondition]:
+    yield from (
+        _DraftCondition(kind, is_true=False, reason="Over")
+        for kind in _LASTING
+        if written_condition(s.status, kind) is not None
+    )
+    yield _draft_accepted(s, decision)
     if s.validation.unseen is not None:
-        yield _Claim(ConditionType.MODEL_UNCHECKED, True, "ModelUnseen", _unchecked(s.validation))
-    yield _pods_created(s, decision)
-    yield _Claim(ConditionType.RUNNING, decision.phase is Phase.RUNNING, decision.reason, decision.message)
+        yield _DraftCondition(ConditionType.MODEL_UNCHECKED, True, "ModelUnseen", _unchecked_text(s.validation))
+    yield _draft_pods_created(s, decision)
+    yield _DraftCondition(ConditionType.RUNNING, decision.phase is Phase.RUNNING, decision.reason, decision.message)
     if progress is not None and progress.last_checkpoint_step is not None:
-        yield _Claim(ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved")
-    yield from _of_phase(decision, _way_on(s, progress))
+        yield _DraftCondition(
+            ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved"
+        )
+    yield from _drafts_of_phase(decision, _resume_advice(s, progress))
 
 
-def _accepted(s: ObservedState, decision: Decision) -> _Claim:
+def _draft_accepted(s: ObservedState, decision: Decision) -> _DraftCondition:
     is_accepted = s.validation.is_accepted or (
-        decision.reason != Reason.INVALID and holds(s.status, ConditionType.ACCEPTED)
+        decision.reason != Reason.INVALID and is_condition_true(s.status, ConditionType.ACCEPTED)
     )
     if is_accepted:
-        return _Claim(ConditionType.ACCEPTED, True, "Accepted")
+        return _DraftCondition(ConditionType.ACCEPTED, True, "Accepted")
     rule = s.validation.problems[0].rule.value if s.validation.problems else Reason.INVALID.value
-    return _Claim(ConditionType.ACCEPTED, False, rule, _refusal(s.validation))
+    return _DraftCondition(ConditionType.ACCEPTED, False, rule, _refusal_text(s.validation))
 
 
-def _refusal(validation: Validation) -> str:
+def _refusal_text(validation: Validation) -> str:
     text = "; ".join(str(problem) for problem in validation.problems)
     if not validation.suggestions:
         return text
     return f"{text}. What would be accepted: {'; '.join(validation.suggestions)}"
 
 
-def _unchecked(validation: Validation) -> str:
+def _unchecked_text(validation: Validation) -> str:
     return f"{validation.unseen}; the trainer checks the job against it before it loads it"
 
 
-def _pods_created(s: ObservedState, decision: Decision) -> _Claim:
-    before = condition(s.status, ConditionType.PODS_CREATED)
+def _draft_pods_created(s: ObservedState, decision: Decision) -> _DraftCondition:
+    before = written_condition(s.status, ConditionType.PODS_CREATED)
     if decision.phase is Phase.FAILED and before is not None:
         is_true = before.status is ConditionStatus.TRUE
-        return _Claim(ConditionType.PODS_CREATED, is_true, before.reason, before.message)
+        return _DraftCondition(ConditionType.PODS_CREATED, is_true, before.reason, before.message)
     if decision.pods_created:
-        return _Claim(ConditionType.PODS_CREATED, True, "AllPodsExist")
-    return _Claim(ConditionType.PODS_CREATED, False, decision.reason, decision.message)
+        return _DraftCondition(ConditionType.PODS_CREATED, True, "AllPodsExist")
+    return _DraftCondition(ConditionType.PODS_CREATED, False, decision.reason, decision.message)
 
 
-def _way_on(s: ObservedState, progress: Progress | None) -> str:
+def _resume_advice(s: ObservedState, progress: Progress | None) -> str:
     """Return how another job can continue the run: a failed job never runs again, and its own volume goes with it."""
-    saved, spec = None if progress is None else progress.last_checkpoint_step, s.seen.job.spec
-    if saved is None or spec is None:
+    saved_step, spec = None if progress is None else progress.last_checkpoint_step, s.observation.job.spec
+    if saved_step is None or spec is None:
         return ""
-    claim, name = claim_of(s.seen.job.name, spec), s.seen.job.name
-    gone = "" if spec.storage.claim_name is not None else f"; {claim} is deleted with this job"
+    claim, name = claim_name(s.observation.job.name, spec), s.observation.job.name
+    deletion_note = "" if spec.storage.claim_name is not None else f"; {claim} is deleted with this job"
     return (
-        f"; step {saved} is saved, or a later one, and another job goes on from there with checkpoint: "
-        f"{{resumeFrom: pvc://{claim}/{name}, resume: Run}}{gone}"
+        f"; step {saved_step} is saved, or a later one, and another job goes on from there with checkpoint: "
+        f"{{resumeFrom: pvc://{claim}/{name}, resume: Run}}{deletion_note}"
     )
 
 
-def _of_phase(decision: Decision, way_on: str) -> Iterator[_Claim]:
+def _drafts_of_phase(decision: Decision, resume_advice: str) -> Iterator[_DraftCondition]:
     match decision.phase:
         case Phase.SUCCEEDED:
-            yield _Claim(ConditionType.SUCCEEDED, True, decision.reason, decision.message)
+            yield _DraftCondition(ConditionType.SUCCEEDED, True, decision.reason, decision.message)
         case Phase.FAILED:
-            yield _Claim(ConditionType.FAILED, True, decision.reason, decision.message + way_on)
+            yield _DraftCondition(ConditionType.FAILED, True, decision.reason, decision.message + resume_advice)
         case Phase.SUSPENDED:
-            yield _Claim(ConditionType.SUSPENDED, True, decision.reason, decision.message)
+            yield _DraftCondition(ConditionType.SUSPENDED, True, decision.reason, decision.message)
         case Phase.RESTARTING:
-            yield _Claim(ConditionType.RESTARTING, True, decision.reason, decision.message)
+            yield _DraftCondition(ConditionType.RESTARTING, True, decision.reason, decision.message)
         case Phase.PENDING | Phase.RUNNING | None:
             return
 
 
-def _dated(s: ObservedState, claim: _Claim) -> Condition:
-    status = ConditionStatus.TRUE if claim.holds else ConditionStatus.FALSE
-    before = condition(s.status, claim.type)
+def _date_condition(s: ObservedState, draft: _DraftCondition) -> Condition:
+    status = ConditionStatus.TRUE if draft.is_true else ConditionStatus.FALSE
+    before = written_condition(s.status, draft.type)
     is_old = before is not None and before.status is status
     return Condition(
-        type=claim.type,
+        type=draft.type,
         status=status,
-        reason=claim.reason,
-        message=claim.message[:_MESSAGE_CHARACTERS],
-        last_transition_time=before.last_transition_time if before is not None and is_old else written(s.now),
-        observed_generation=s.seen.job.generation,
+        reason=draft.reason,
+        message=draft.message[:_MESSAGE_CHARACTERS],
+        last_transition_time=before.last_transition_time if before is not None and is_old else format_time(s.now),
+        observed_generation=s.observation.job.generation,
     )

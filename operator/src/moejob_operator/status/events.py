@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moejob_api.job.status import ConditionType, Phase, Status
 from moejob_operator.actions import Event, EventReason, Severity
 from moejob_operator.planning.decision import Reason
-from moejob_operator.status.conditions import condition, holds
+from moejob_operator.status.conditions import is_condition_true, written_condition
 
 # Waiting for these is part of every start.
 _USUAL = frozenset(
@@ -24,34 +24,42 @@ _USUAL = frozenset(
 )
 
 
-def events(before: Status, after: Status) -> tuple[Event, ...]:
+def transition_events(before: Status, after: Status) -> tuple[Event, ...]:
     """Events about the way from one status to the next."""
     return (
-        *_of_acceptance(before, after),
-        *_of_restarts(before, after),
-        *_of_phase(before, after),
-        *_of_hold(before, after),
+        *_acceptance_events(before, after),
+        *_restart_events(before, after),
+        *_phase_events(before, after),
+        *_wait_events(before, after),
     )
 
 
-def _of_acceptance(before: Status, after: Status) -> Iterator[Event]:
-    was, accepted = condition(before, ConditionType.ACCEPTED), condition(after, ConditionType.ACCEPTED)
+def _acceptance_events(before: Status, after: Status) -> Iterator[Event]:
+    was, accepted = written_condition(before, ConditionType.ACCEPTED), written_condition(after, ConditionType.ACCEPTED)
     if accepted is not None and (was is None or (was.status, was.message) != (accepted.status, accepted.message)):
-        if not holds(after, ConditionType.ACCEPTED):
+        if not is_condition_true(after, ConditionType.ACCEPTED):
             yield Event(Severity.WARNING, EventReason.NOT_ACCEPTED, accepted.message)
         # Of a job that was right from the start its condition says so, and its pods.
         elif was is not None:
             yield Event(Severity.NORMAL, EventReason.ACCEPTED, "the job can work; its pods are created")
-    if holds(after, ConditionType.MODEL_UNCHECKED) and not holds(before, ConditionType.MODEL_UNCHECKED):
-        found = condition(after, ConditionType.MODEL_UNCHECKED)
-        yield Event(Severity.NORMAL, EventReason.MODEL_UNCHECKED, "" if found is None else found.message)
-    if holds(after, ConditionType.CHECKPOINTED) and not holds(before, ConditionType.CHECKPOINTED):
+    if is_condition_true(after, ConditionType.MODEL_UNCHECKED) and not is_condition_true(
+        before, ConditionType.MODEL_UNCHECKED
+    ):
+        unchecked = written_condition(after, ConditionType.MODEL_UNCHECKED)
+        yield Event(Severity.NORMAL, EventReason.MODEL_UNCHECKED, "" if unchecked is None else unchecked.message)
+    if is_condition_true(after, ConditionType.CHECKPOINTED) and not is_condition_true(
+        before, ConditionType.CHECKPOINTED
+    ):
         yield Event(Severity.NORMAL, EventReason.CHECKPOINTED, "the first checkpoint is saved")
 
 
-def _of_restarts(before: Status, after: Status) -> Iterator[Event]:
-    why = after.last_failure
-    message = "" if why is None else f"{why.reason} in {why.pod}" + (f": {why.message}" if why.message else "")
+def _restart_events(before: Status, after: Status) -> Iterator[Event]:
+    failure = after.last_failure
+    message = (
+        ""
+        if failure is None
+        else f"{failure.reason} in {failure.pod}" + (f": {failure.message}" if failure.message else "")
+    )
     counts = (
         (EventReason.GANG_RESTARTED, before.restarts.total, after.restarts.total),
         (EventReason.PODS_REPLACED, before.restarts.pods, after.restarts.pods),
@@ -62,7 +70,7 @@ def _of_restarts(before: Status, after: Status) -> Iterator[Event]:
             yield Event(Severity.WARNING, reason, message)
 
 
-def _of_phase(before: Status, after: Status) -> Iterator[Event]:
+def _phase_events(before: Status, after: Status) -> Iterator[Event]:
     if after.phase is None or after.phase is before.phase:
         return
     match after.phase:
@@ -73,31 +81,31 @@ def _of_phase(before: Status, after: Status) -> Iterator[Event]:
                 Severity.NORMAL, EventReason.SUSPENDED, "pods are stopped; the volume and its checkpoints are kept"
             )
         case Phase.SUCCEEDED:
-            yield Event(Severity.NORMAL, EventReason.SUCCEEDED, _message(after, ConditionType.SUCCEEDED))
+            yield Event(Severity.NORMAL, EventReason.SUCCEEDED, _condition_message(after, ConditionType.SUCCEEDED))
         case Phase.FAILED:
-            found = condition(after, ConditionType.FAILED)
+            failed_condition = written_condition(after, ConditionType.FAILED)
             yield Event(
                 Severity.WARNING,
-                EventReason.FAILED if found is None else found.reason,
-                _message(after, ConditionType.FAILED),
+                EventReason.FAILED if failed_condition is None else failed_condition.reason,
+                _condition_message(after, ConditionType.FAILED),
             )
         case Phase.PENDING | Phase.RESTARTING:
             if before.phase is Phase.SUSPENDED:
                 yield Event(Severity.NORMAL, EventReason.RESUMED, "lifecycle.suspend is false again")
 
 
-def _of_hold(before: Status, after: Status) -> Iterator[Event]:
+def _wait_events(before: Status, after: Status) -> Iterator[Event]:
     """Yield the events of a new hold, when a person may have to do something about it."""
     if after.phase not in (Phase.PENDING, Phase.RESTARTING):
         return
-    was, found = condition(before, ConditionType.RUNNING), condition(after, ConditionType.RUNNING)
-    if found is None or found.reason in _USUAL or (was is not None and was.reason == found.reason):
+    was, running = written_condition(before, ConditionType.RUNNING), written_condition(after, ConditionType.RUNNING)
+    if running is None or running.reason in _USUAL or (was is not None and was.reason == running.reason):
         return
     # Volumes are made while the job starts.
-    severity = Severity.NORMAL if found.reason == Reason.CLAIM_PENDING else Severity.WARNING
-    yield Event(severity, found.reason, found.message)
+    severity = Severity.NORMAL if running.reason == Reason.CLAIM_PENDING else Severity.WARNING
+    yield Event(severity, running.reason, running.message)
 
 
-def _message(status: Status, kind: ConditionType) -> str:
-    found = condition(status, kind)
-    return "" if found is None else found.message
+def _condition_message(status: Status, kind: ConditionType) -> str:
+    entry = written_condition(status, kind)
+    return "" if entry is None else entry.message

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from moejob_api.job.status import LayoutStatus, Phase, Status
 from moejob_operator.planning.decision import Decision
-from moejob_operator.planning.observed_state import ObservedState, started_at
-from moejob_operator.planning.timestamps import seconds_since, written
-from moejob_operator.status.conditions import conditions
-from moejob_operator.status.display import display
-from moejob_operator.status.goodput import goodput
-from moejob_operator.status.progress import progress
+from moejob_operator.planning.observed_state import ObservedState, job_start_time
+from moejob_operator.planning.timestamps import format_time, seconds_since
+from moejob_operator.status.conditions import build_conditions
+from moejob_operator.status.display import build_display
+from moejob_operator.status.goodput import account_goodput
+from moejob_operator.status.progress import progress_to_write
 from moejob_operator.status.replicas import replica_statuses
 
 # The pods of a large gang, or of a thousand gangs, start within seconds of each other: to count each of them in a write
@@ -17,27 +17,27 @@ from moejob_operator.status.replicas import replica_statuses
 SETTLING_SECONDS = 15.0
 
 
-def status_of(s: ObservedState, decision: Decision) -> Status:
+def next_status(s: ObservedState, decision: Decision) -> Status:
     """The status that a decision leads to."""
     before = s.status
-    counted = replica_statuses(s, decision)
+    replica_counts = replica_statuses(s, decision)
     if before.phase is not None and before.phase.is_finished:
-        return before.model_copy(update={"replica_statuses": counted})
-    moved = progress(s, decision)
+        return before.model_copy(update={"replica_statuses": replica_counts})
+    new_progress = progress_to_write(s, decision)
     is_finished = decision.phase is not None and decision.phase.is_finished
     after = Status(
         phase=decision.phase,
-        conditions=conditions(s, decision, moved),
-        observed_generation=s.seen.job.generation,
+        conditions=build_conditions(s, decision, new_progress),
+        observed_generation=s.observation.job.generation,
         attempt=s.attempt if decision.attempt is None else decision.attempt,
         restarts=s.restarts if decision.restarts is None else decision.restarts,
-        layout=_layout(s),
-        replica_statuses=counted,
-        progress=moved,
-        display=display(s, moved),
-        goodput=goodput(s, decision, moved),
+        layout=_layout_status(s),
+        replica_statuses=replica_counts,
+        progress=new_progress,
+        display=build_display(s, new_progress),
+        goodput=account_goodput(s, decision, new_progress),
         start_time=_start_time(s, decision),
-        completion_time=written(s.now) if is_finished else None,
+        completion_time=format_time(s.now) if is_finished else None,
         last_failure=decision.failure or before.last_failure,
     )
     if _unsettled_seconds(s) > 0 and before == after.model_copy(update={"replica_statuses": before.replica_statuses}):
@@ -54,18 +54,18 @@ def settles_after_seconds(s: ObservedState, status: Status) -> float | None:
 
 def _unsettled_seconds(s: ObservedState) -> float:
     """Seconds until the pods have not changed for long enough to be counted."""
-    newest = max((pod.changed_at for pod in s.seen.pods if pod.changed_at is not None), default=None)
+    newest = max((pod.changed_at for pod in s.observation.pods if pod.changed_at is not None), default=None)
     return 0.0 if newest is None else max(0.0, SETTLING_SECONDS - seconds_since(newest, s.now))
 
 
 def _start_time(s: ObservedState, decision: Decision) -> str | None:
-    created = started_at(s)
+    created = job_start_time(s)
     if created is not None:
-        return written(created)
-    return written(s.now) if decision.pods_created and decision.phase is not Phase.SUCCEEDED else None
+        return format_time(created)
+    return format_time(s.now) if decision.pods_created and decision.phase is not Phase.SUCCEEDED else None
 
 
-def _layout(s: ObservedState) -> LayoutStatus | None:
+def _layout_status(s: ObservedState) -> LayoutStatus | None:
     sizes, rollout = s.validation.layout, s.validation.rollout
     if sizes is None:
         return s.status.layout

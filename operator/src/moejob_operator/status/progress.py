@@ -7,18 +7,18 @@ from moejob_api.job.base import MAX_COUNT
 from moejob_api.job.status import Phase, Progress
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState
-from moejob_operator.planning.timestamps import read, seconds_since, written
+from moejob_operator.planning.timestamps import format_time, parse_time, seconds_since
 
 REPORT_SECONDS = 30.0
 
 
-def progress(s: ObservedState, decision: Decision) -> Progress | None:
+def progress_to_write(s: ObservedState, decision: Decision) -> Progress | None:
     """The progress to write: the last one unless there is news, and enough time has passed or a checkpoint is new."""
     before = s.status.progress
-    heard = s.run
-    if heard is None:
+    report = s.run_progress
+    if report is None:
         return before
-    now = _progress(heard, written(s.now))
+    now = _build_progress(report, format_time(s.now))
     if now.hub_commits is None and before is not None:
         # A termination message has no room for many.
         now = now.model_copy(update={"hub_commits": before.hub_commits})
@@ -26,30 +26,30 @@ def progress(s: ObservedState, decision: Decision) -> Progress | None:
         return now
     if now.model_copy(update={"updated_at": before.updated_at}) == before:
         return before
-    is_due = seconds_since(read(before.updated_at), s.now) >= REPORT_SECONDS
+    is_due = seconds_since(parse_time(before.updated_at), s.now) >= REPORT_SECONDS
     return now if is_due or decision.phase is Phase.SUCCEEDED else before
 
 
-def _progress(heard: RunProgress, updated_at: str) -> Progress:
+def _build_progress(report: RunProgress, updated_at: str) -> Progress:
     return Progress(
-        step=heard.step,
-        total_steps=heard.total_steps,
-        epoch=heard.epoch,
-        loss=heard.loss,
-        reward=heard.reward,
-        eval_loss=heard.measures.get(StatusMeasure.EVAL_LOSS),
-        eval_score=heard.measures.get(StatusMeasure.EVAL_SCORE),
-        best_score=heard.measures.get(StatusMeasure.BEST_SCORE),
-        best_step=_step(heard.measures.get(StatusMeasure.BEST_STEP)),
-        tokens_per_second_per_gpu=heard.tokens_per_second_per_gpu,
-        mfu=heard.mfu,
-        last_checkpoint_step=heard.last_checkpoint_step,
-        save_seconds=heard.save_seconds,
-        hub_commits=heard.hub_commits,
+        step=report.step,
+        total_steps=report.total_steps,
+        epoch=report.epoch,
+        loss=report.loss,
+        reward=report.reward,
+        eval_loss=report.measures.get(StatusMeasure.EVAL_LOSS),
+        eval_score=report.measures.get(StatusMeasure.EVAL_SCORE),
+        best_score=report.measures.get(StatusMeasure.BEST_SCORE),
+        best_step=_step_number(report.measures.get(StatusMeasure.BEST_STEP)),
+        tokens_per_second_per_gpu=report.tokens_per_second_per_gpu,
+        mfu=report.mfu,
+        last_checkpoint_step=report.last_checkpoint_step,
+        save_seconds=report.save_seconds,
+        hub_commits=report.hub_commits,
         updated_at=updated_at,
     )
 
 
-def _step(number: float | None) -> int | None:
+def _step_number(number: float | None) -> int | None:
     """Return a measure as a step; None for a number that is no step."""
     return int(number) if number is not None and 0 <= number <= MAX_COUNT else None

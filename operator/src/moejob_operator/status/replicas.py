@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moejob_api.contract.pods import Role
+from moejob_api.contract.pods import PodRole
 from moejob_api.job.status import ReplicaStatus, Status
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.decision import Decision
-from moejob_operator.planning.objects import pods_among
+from moejob_operator.planning.objects import count_created_pods
 from moejob_operator.planning.observed_state import ObservedState
 
 
@@ -19,17 +19,19 @@ def replica_statuses(s: ObservedState, decision: Decision) -> tuple[ReplicaStatu
         return s.status.replica_statuses
     is_next_attempt = decision.attempt is not None and decision.attempt != s.attempt
     # Pods that this very step creates need no second write to be counted.
-    created = {role: pods_among(decision.actions, role) if s.refusal is None else 0 for role in Role}
+    created = {role: count_created_pods(decision.actions, role) if s.refusal is None else 0 for role in PodRole}
     trainers = () if is_next_attempt else s.trainers.values()
-    gang = _counted(Role.TRAINER, sizes.nodes, trainers, created[Role.TRAINER])
+    gang = _count_replicas(PodRole.TRAINER, sizes.nodes, trainers, created[PodRole.TRAINER])
     engines = rollout.engines if rollout is not None and rollout.gpus else 0
-    found = (gang, _counted(Role.ROLLOUT, engines, s.rollouts, created[Role.ROLLOUT])) if engines else (gang,)
+    statuses = (
+        (gang, _count_replicas(PodRole.ROLLOUT, engines, s.rollouts, created[PodRole.ROLLOUT])) if engines else (gang,)
+    )
     if s.status.phase is None or not s.status.phase.is_finished:
-        return found
-    return tuple(_kept(counted, s.status) for counted in found)
+        return statuses
+    return tuple(_keep_ends(counted, s.status) for counted in statuses)
 
 
-def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int) -> ReplicaStatus:
+def _count_replicas(role: PodRole, desired: int, pods: Iterable[Pod], created: int) -> ReplicaStatus:
     pods = tuple(pods)
     phases = [pod.phase for pod in pods]
     return ReplicaStatus(
@@ -43,12 +45,12 @@ def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int) -> Rep
     )
 
 
-def _kept(counted: ReplicaStatus, status: Status) -> ReplicaStatus:
+def _keep_ends(counts: ReplicaStatus, status: Status) -> ReplicaStatus:
     """Return the ends of the pods of a finished job, also when they have been cleared away since."""
-    before = next((found for found in status.replica_statuses if found.role == counted.role), counted)
-    return counted.model_copy(
+    before = next((entry for entry in status.replica_statuses if entry.role == counts.role), counts)
+    return counts.model_copy(
         update={
-            "succeeded": max(counted.succeeded, before.succeeded),
-            "failed": max(counted.failed, before.failed),
+            "succeeded": max(counts.succeeded, before.succeeded),
+            "failed": max(counts.failed, before.failed),
         }
     )

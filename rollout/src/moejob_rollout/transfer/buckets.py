@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moejob_api.contract.weight_checksums import PAGE_BYTES, changed_pages, page_checksums
-from moejob_rollout.transfer.stacks import Stack, WholeStacks, stack_of
+from moejob_rollout.transfer.stacks import ExpertStack, StackBuilder, parse_stack_name
 
 
-class Described(Protocol):
+class BucketDescription(Protocol):
     """The tensors of one bucket, in the order in which they lie in it."""
 
     names: list[str]
@@ -21,7 +21,7 @@ class Described(Protocol):
     shapes: list[list[int]]
 
 
-class Checked(Described, Protocol):
+class Checked(BucketDescription, Protocol):
     """The parts of a bucket, one of each rank that owns some of it, and the checksums of their pages."""
 
     part_bytes: list[int]
@@ -42,35 +42,46 @@ def changed_tensors(bucket: Tensor, of: Checked) -> list[str]:
             for page in changed_pages(page_checksums(part, torch.int64), checksums)
         )
         start = end
-    ends = list(accumulate(_sizes(of)))
+    ends = list(accumulate(_tensor_sizes(of)))
     places = zip([0, *ends], ends, of.names, strict=False)
     return [name for begin, end, name in places if any(begin < stop and first < end for first, stop in pages)]
 
 
-def size_bytes(of: Described) -> int:
+def bucket_bytes(description: BucketDescription) -> int:
     """Return the bytes of a bucket."""
-    return sum(_sizes(of))
+    return sum(_tensor_sizes(description))
 
 
-def unpacked(bucket: Tensor, of: Described, stacks: WholeStacks) -> list[tuple[str | Stack, Tensor]]:
+def unpack_bucket(
+    bucket: Tensor, description: BucketDescription, stacks: StackBuilder
+) -> list[tuple[str | ExpertStack, Tensor]]:
     """Return the tensors of a bucket, each in memory of its own: layers keep them until they are complete.
 
     Parts of a stack stay in `stacks` until the stack is complete.
     """
-    found: list[tuple[str | Stack, Tensor]] = []
-    for name, part, dtype, shape in zip(of.names, bucket.split(_sizes(of)), _dtypes(of), of.shapes, strict=True):
-        stack = stack_of(name)
+    tensors: list[tuple[str | ExpertStack, Tensor]] = []
+    for name, content, dtype, shape in zip(
+        description.names,
+        bucket.split(_tensor_sizes(description)),
+        _tensor_dtypes(description),
+        description.shapes,
+        strict=True,
+    ):
+        stack = parse_stack_name(name)
         if stack is None:
             # A tensor may begin at an address that its type does not allow.
-            found.append((name, part.clone().view(dtype).reshape(shape)))
-        elif (whole := stacks.whole(stack, part, dtype, shape)) is not None:
-            found.append(whole)
-    return found
+            tensors.append((name, content.clone().view(dtype).reshape(shape)))
+        elif (complete_stack := stacks.add_part(stack, content, dtype, shape)) is not None:
+            tensors.append(complete_stack)
+    return tensors
 
 
-def _sizes(of: Described) -> list[int]:
-    return [dtype.itemsize * prod(shape) for dtype, shape in zip(_dtypes(of), of.shapes, strict=True)]
+def _tensor_sizes(description: BucketDescription) -> list[int]:
+    return [
+        dtype.itemsize * prod(shape)
+        for dtype, shape in zip(_tensor_dtypes(description), description.shapes, strict=True)
+    ]
 
 
-def _dtypes(of: Described) -> list[torch.dtype]:
-    return [getattr(torch, name) for name in of.dtype_names]
+def _tensor_dtypes(description: BucketDescription) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in description.dtype_names]

@@ -19,64 +19,64 @@ _CONNECT_SECONDS = 20.0
 _PART_BYTES = 1 << 16
 
 
-class Unproven(ConnectionError):
+class UnprovenPeer(ConnectionError):
     """The other end and this one do not know the same key."""
 
 
-def carried(host: str, port: int, key: bytes, ended: Callable[[], None]) -> int:
+def open_carrier(host: str, port: int, key: bytes, on_end: Callable[[], None]) -> int:
     """Return a port of loopback that carries the first connection to it to rank 0, and none after it.
 
     The callback runs in another thread when that connection has ended, from either side.
     """
-    far = _proven(host, port, key)
+    far = _connect_proven(host, port, key)
     near = socket.create_server((LOOPBACK, 0), backlog=1)
     # The store connects at once, or has failed.
     near.settimeout(_CONNECT_SECONDS)
-    found: int = near.getsockname()[1]
-    Thread(target=_carry_one, args=(near, far, ended), name="weights store", daemon=True).start()
-    return found
+    local_port: int = near.getsockname()[1]
+    Thread(target=_carry_connection, args=(near, far, on_end), name="weights store", daemon=True).start()
+    return local_port
 
 
-def _proven(host: str, port: int, key: bytes) -> socket.socket:
+def _connect_proven(host: str, port: int, key: bytes) -> socket.socket:
     peer = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
     try:
-        _prove(peer, key)
+        _prove_key(peer, key)
     except OSError as error:
         peer.close()
-        raise Unproven(f"{host}:{port} and this engine do not know one key: {error}") from None
+        raise UnprovenPeer(f"{host}:{port} and this engine do not know one key: {error}") from None
     peer.settimeout(None)
     return peer
 
 
-def _prove(peer: socket.socket, key: bytes) -> None:
-    theirs, ours = _read(peer, NONCE_BYTES), os.urandom(NONCE_BYTES)
-    peer.sendall(ours + client_proof(key, theirs, ours))
-    if not is_equal(_read(peer, PROOF_BYTES), server_proof(key, theirs, ours)):
+def _prove_key(peer: socket.socket, key: bytes) -> None:
+    server_nonce, client_nonce = _read_exactly(peer, NONCE_BYTES), os.urandom(NONCE_BYTES)
+    peer.sendall(client_nonce + client_proof(key, server_nonce, client_nonce))
+    if not is_equal(_read_exactly(peer, PROOF_BYTES), server_proof(key, server_nonce, client_nonce)):
         raise ConnectionError("its proof is wrong")
 
 
-def _read(peer: socket.socket, size: int) -> bytes:
+def _read_exactly(peer: socket.socket, size: int) -> bytes:
     content = peer.recv(size, socket.MSG_WAITALL)
     if len(content) != size:
         raise ConnectionError("it has closed the connection")
     return content
 
 
-def _carry_one(listening: socket.socket, far: socket.socket, ended: Callable[[], None]) -> None:
+def _carry_connection(listening: socket.socket, far: socket.socket, on_end: Callable[[], None]) -> None:
     try:
         with far, suppress(TimeoutError):
             with listening:
                 near, _ = listening.accept()
             with near:
-                back = Thread(target=_carry, args=(far, near), name="weights store", daemon=True)
+                back = Thread(target=_carry_bytes, args=(far, near), name="weights store", daemon=True)
                 back.start()
-                _carry(near, far)
+                _carry_bytes(near, far)
                 back.join()
     finally:
-        ended()
+        on_end()
 
 
-def _carry(source: socket.socket, sink: socket.socket) -> None:
+def _carry_bytes(source: socket.socket, sink: socket.socket) -> None:
     """Carry bytes one way until either side ends, then end both."""
     with suppress(OSError):
         while content := source.recv(_PART_BYTES):

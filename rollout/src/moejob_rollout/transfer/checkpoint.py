@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from moejob_api.contract.publications import PublicationReport
 from moejob_rollout.transfer.completeness import LoadedNames, find_aliases, find_missing_tensors
-from moejob_rollout.transfer.stacks import Stack, WholeStacks, layers_of_experts, load_stack
+from moejob_rollout.transfer.stacks import ExpertStack, StackBuilder, find_expert_layers, load_stack
 
 # vLLM writes the lines of its own loggers alone.
 logger = init_logger("vllm.moejob")
@@ -34,7 +34,7 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stacks = WholeStacks()
+        self.stacks = StackBuilder()
         self._names, self._changed = LoadedNames(), list[str]()
         if self.model_config.hf_config.model_type == "gpt_oss":
             from moejob_rollout.transfer.gpt_oss import load_by_loaders  # noqa: PLC0415  # slow to import
@@ -58,21 +58,21 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
         with disable_mtp_completeness_check():
             self._names.add_loaded(self.model.load_weights(tensors))
 
-    def load_bucket(self, tensors: Iterable[tuple[str | Stack, Tensor]]) -> None:
+    def load_bucket(self, tensors: Iterable[tuple[str | ExpertStack, Tensor]]) -> None:
         """Load some of the tensors, and stacks of experts as one where vLLM can."""
-        layers, singles = self._layers_of_experts(), list[tuple[str, Tensor]]()
+        layers, singles = self._find_expert_layers(), list[tuple[str, Tensor]]()
         for name, tensor in tensors:
             if isinstance(name, str):
                 singles.append((name, tensor))
             elif name.layer in layers:
                 load_stack(layers[name.layer], name, tensor)
             else:
-                singles += name.tensors(tensor)
+                singles += name.split_tensors(tensor)
         self.load(singles)
 
-    def _layers_of_experts(self) -> Mapping[str, Any]:
+    def _find_expert_layers(self) -> Mapping[str, Any]:
         if self._layers is None:
-            self._layers = layers_of_experts(self.model)
+            self._layers = find_expert_layers(self.model)
             logger.info("vLLM takes stacks of experts in %d layers, and one by one in all others", len(self._layers))
         return self._layers
 

@@ -80,7 +80,7 @@ def find_missing_tensors(model: nn.Module, names: LoadedNames) -> list[str]:
     packed = {**_PACKED, **getattr(model, "packed_modules_mapping", {})}
     for layer_name, layer in model.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
-            tensors = _missing_tensors(_Parameter(layer_name, layer, name, parameter), names, packed)
+            tensors = _missing_tensors(_LayerParameter(layer_name, layer, name, parameter), names, packed)
             looked_at.add(f"{layer_name}.{name}")
             if tensors:
                 missing[f"{layer_name}.{name}"] = tensors
@@ -93,7 +93,7 @@ def find_missing_tensors(model: nn.Module, names: LoadedNames) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parameter:
+class _LayerParameter:
     """One parameter of a layer, by the name that it has there."""
 
     layer_name: str
@@ -106,7 +106,7 @@ class _Parameter:
         return f"{self.layer_name}.{self.name}"
 
     @property
-    def elements(self) -> int:
+    def file_elements(self) -> int:
         """The elements that files have for it: padding of the vocabulary is in none."""
         if not isinstance(self.layer, VocabParallelEmbedding):
             return int(get_tensor_load_numel(self.tensor))
@@ -114,13 +114,13 @@ class _Parameter:
         rows = int(indices.org_vocab_end_index) - int(indices.org_vocab_start_index)
         return rows * (self.tensor.numel() // self.tensor.shape[0])
 
-    def loads(self) -> list[BoundArguments]:
+    def loader_calls(self) -> list[BoundArguments]:
         """Return the calls of its loader."""
         return [arguments for name, arguments in get_layerwise_info(self.layer).loaded_weights if name == self.name]
 
     def loaded_elements(self) -> int:
         """Count as vLLM does for the whole layer: on the meta device, where a copy costs nothing."""
-        loads = self.loads()
+        loads = self.loader_calls()
         if not loads:
             return 0
         loader: Any = self.tensor.weight_loader  # type: ignore[attr-defined]  # vLLM gives each parameter one
@@ -130,7 +130,7 @@ class _Parameter:
         return sum(get_numel_loaded(loader, arguments)[0] for arguments in loads)
 
 
-def _missing_tensors(parameter: _Parameter, names: LoadedNames, packed: Mapping[str, Sequence[str]]) -> list[str]:
+def _missing_tensors(parameter: _LayerParameter, names: LoadedNames, packed: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the tensors that a parameter lacks; its own name where files name it so, or where it lacks all."""
     if parameter.name == _UNCOUNTED:
         return [] if names.is_loaded(parameter.full_name) else [parameter.full_name]
@@ -138,14 +138,18 @@ def _missing_tensors(parameter: _Parameter, names: LoadedNames, packed: Mapping[
     is_laid_out = not get_layerwise_info(parameter.layer).can_load()
     if is_laid_out or parameter.name in SKIP_LOAD_TENSORS or is_deferred_attention_layer(parameter.layer):
         return []
-    if parameter.loaded_elements() >= parameter.elements:
+    if parameter.loaded_elements() >= parameter.file_elements:
         return []
-    loaded = {shard for arguments in parameter.loads() for shard in _shards(parameter.layer, arguments.arguments)}
+    loaded = {
+        shard
+        for arguments in parameter.loader_calls()
+        for shard in _loaded_shards(parameter.layer, arguments.arguments)
+    }
     lacking = [name for shard, name in _tensors_by_shard(parameter, packed) if shard not in loaded]
     return lacking if lacking and loaded else [parameter.full_name]
 
 
-def _tensors_by_shard(parameter: _Parameter, packed: Mapping[str, Sequence[str]]) -> Iterator[tuple[Shard, str]]:
+def _tensors_by_shard(parameter: _LayerParameter, packed: Mapping[str, Sequence[str]]) -> Iterator[tuple[Shard, str]]:
     """Yield the parts of a parameter that files have as tensors, each with its name there."""
     layer = parameter.layer
     if isinstance(layer, RoutedExperts) and parameter.name in {"w13_weight", "w2_weight"}:
@@ -160,7 +164,7 @@ def _tensors_by_shard(parameter: _Parameter, packed: Mapping[str, Sequence[str]]
         yield (0, number), f"{parent}.{member}.{parameter.name}"
 
 
-def _shards(layer: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Shard]:
+def _loaded_shards(layer: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Shard]:
     """Yield the parts of a parameter that one call of its loader fills."""
     if "expert_id" in arguments and isinstance(layer, RoutedExperts):
         # A tensor of three axes is that of all experts, whichever expert is named.

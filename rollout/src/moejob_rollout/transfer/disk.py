@@ -37,9 +37,9 @@ class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
 
     def receive_weights(self, update_info: DiskUpdate) -> None:
         """Load the tensors of all files."""
-        self.load(self._tensors(update_info))
+        self.load(self._read_tensors(update_info))
 
-    def _tensors(self, update_info: DiskUpdate) -> Iterator[tuple[str, Tensor]]:
+    def _read_tensors(self, update_info: DiskUpdate) -> Iterator[tuple[str, Tensor]]:
         # One tensor at a time: all tensors of a file together may be more than this worker has memory for.
         for path, checksums in zip_longest(update_info.paths, update_info.checksums, fillvalue=dict[str, list[int]]()):
             with safe_open(path, "pt") as file:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from moejob_rollout.transfer.buckets import changed_tensors, unpacked
+from moejob_rollout.transfer.buckets import changed_tensors, unpack_bucket
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 
@@ -47,19 +47,19 @@ class IpcTransfer(CheckpointTransfer[IpcInit, IpcUpdate]):
         if uuid not in update_info.handles:
             raise ValueError(f"the worker is on GPU {uuid}, and the trainer's ranks on {sorted(update_info.handles)}")
         self.note_tensors(update_info.names)
-        bucket = opened(update_info.handles[uuid], self.device)
+        bucket = open_bucket(update_info.handles[uuid], self.device)
         self.note_changed(changed_tensors(bucket, update_info))
-        tensors = unpacked(bucket, update_info, self.stacks)
+        tensors = unpack_bucket(bucket, update_info, self.stacks)
         torch.cuda.current_stream(self.device).synchronize()
         # Closed once for each time that the trainer has handed it out: it counts.
         del bucket
         self.load_bucket(tensors)
 
 
-def opened(handle: dict[str, Any], device: torch.device) -> Tensor:
+def open_bucket(handle: dict[str, Any], device: torch.device) -> Tensor:
     """Return the trainer's flat tensor of bytes."""
     elements = handle["storage_bytes"]
-    found: Tensor = rebuild_cuda_tensor(
+    bucket: Tensor = rebuild_cuda_tensor(
         Tensor,
         torch.Size([elements]),
         (1,),
@@ -76,4 +76,4 @@ def opened(handle: dict[str, Any], device: torch.device) -> Tensor:
         base64.b64decode(handle["event"]),
         handle["waits_for_event"],
     )
-    return found
+    return bucket

@@ -16,32 +16,32 @@ class TrainerGoneError(RuntimeError):
     """The trainer has left while a message of it was awaited."""
 
 
-class Presence:
+class TrainerPresence:
     """One trainer, which leaves once and never comes back."""
 
     def __init__(self) -> None:
-        self._end: Future[None] = Future()
+        self._departure: Future[None] = Future()
 
-    def end(self) -> None:
+    def mark_gone(self) -> None:
         """Say that it has left. May be called from any thread, and more than once."""
         with suppress(InvalidStateError):
-            self._end.set_result(None)
+            self._departure.set_result(None)
 
-    def wait_for(self, receive: Callable[[], None]) -> None:
+    def wait_for_message(self, receive: Callable[[], None]) -> None:
         """Receive a message; TrainerGoneError where the trainer leaves before it is whole."""
-        received: Future[None] = Future()
+        receipt: Future[None] = Future()
         # Never joined: its message may never come, and the group that it holds cannot end before that.
-        Thread(target=_received, args=(receive, received), name="weights", daemon=True).start()
-        wait({received, self._end}, return_when=FIRST_COMPLETED)
-        if not received.done():
+        Thread(target=_receive_into, args=(receive, receipt), name="weights", daemon=True).start()
+        wait({receipt, self._departure}, return_when=FIRST_COMPLETED)
+        if not receipt.done():
             raise TrainerGoneError("the trainer has left in the middle of a bucket")
-        received.result()
+        receipt.result()
 
 
-def _received(receive: Callable[[], None], received: Future[None]) -> None:
+def _receive_into(receive: Callable[[], None], receipt: Future[None]) -> None:
     try:
         receive()
     except BaseException as error:  # noqa: BLE001  # it is raised where the message is awaited
-        received.set_exception(error)
+        receipt.set_exception(error)
     else:
-        received.set_result(None)
+        receipt.set_result(None)

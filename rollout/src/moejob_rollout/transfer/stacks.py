@@ -19,7 +19,7 @@ _NAME = re.compile(r"(?P<layer>.+)\.\{(?P<start>\d+):(?P<stop>\d+)/(?P<experts>\
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """The name of a stack, taken apart."""
 
     layer: str
@@ -28,54 +28,56 @@ class Stack:
     stop: int
     experts: int
 
-    def tensors(self, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def split_tensors(self, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensor of each expert under its own name."""
         for expert, tensor in enumerate(stack, self.start):
             yield f"{self.layer}.{expert}.{self.projection}.weight", tensor
 
 
-def stack_of(name: str) -> Stack | None:
+def parse_stack_name(name: str) -> ExpertStack | None:
     """Return the stack that a name belongs to; None for the name of a single tensor."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    start, stop, experts = (int(found[part]) for part in ("start", "stop", "experts"))
-    return Stack(found["layer"], found["projection"], start, stop, experts)
+    start, stop, experts = (int(match[part]) for part in ("start", "stop", "experts"))
+    return ExpertStack(match["layer"], match["projection"], start, stop, experts)
 
 
-class WholeStacks:
+class StackBuilder:
     """Stacks of all experts of a layer, put together from their parts."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], tuple[Tensor, int]] = {}
 
-    def whole(self, stack: Stack, part: Tensor, dtype: torch.dtype, shape: list[int]) -> tuple[Stack, Tensor] | None:
+    def add_part(
+        self, stack: ExpertStack, part: Tensor, dtype: torch.dtype, shape: list[int]
+    ) -> tuple[ExpertStack, Tensor] | None:
         """Keep a part, given as bytes; return the whole when it was the last one."""
         size = part.numel() // (stack.stop - stack.start)
         place = stack.layer, stack.projection
-        held, missing = self._parts.pop(place, (None, stack.experts))
-        if held is None:
-            held = torch.empty(stack.experts * size, dtype=torch.uint8, device=part.device)
-        held[stack.start * size : stack.stop * size] = part
-        missing -= stack.stop - stack.start
-        if missing > 0:
-            self._parts[place] = held, missing
+        content, missing_experts = self._parts.pop(place, (None, stack.experts))
+        if content is None:
+            content = torch.empty(stack.experts * size, dtype=torch.uint8, device=part.device)
+        content[stack.start * size : stack.stop * size] = part
+        missing_experts -= stack.stop - stack.start
+        if missing_experts > 0:
+            self._parts[place] = content, missing_experts
             return None
-        everything = Stack(stack.layer, stack.projection, 0, stack.experts, stack.experts)
-        return everything, held.view(dtype).reshape([stack.experts, *shape[1:]])
+        whole_stack = ExpertStack(stack.layer, stack.projection, 0, stack.experts, stack.experts)
+        return whole_stack, content.view(dtype).reshape([stack.experts, *shape[1:]])
 
     def clear(self) -> None:
         """Forget the parts of an update that broke off."""
         self._parts.clear()
 
 
-def layers_of_experts(model: nn.Module) -> Mapping[str, RoutedExperts]:
+def find_expert_layers(model: nn.Module) -> Mapping[str, RoutedExperts]:
     """Return the layers that take stacks, by their names in files."""
-    found = {module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)}
-    return {name: layer for name, layer in found.items() if _takes_stacks(layer)}
+    layers = {module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)}
+    return {name: layer for name, layer in layers.items() if _can_take_stacks(layer)}
 
 
-def load_stack(layer: Any, stack: Stack, tensor: Tensor) -> None:
+def load_stack(layer: Any, stack: ExpertStack, tensor: Tensor) -> None:
     """Load one projection of all experts of a layer."""
     shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_down_proj_name: "w2", layer.ckpt_up_proj_name: "w3"}
     shard = shards[stack.projection]
@@ -94,7 +96,7 @@ def load_stack(layer: Any, stack: Stack, tensor: Tensor) -> None:
         raise RuntimeError(f"vLLM has not taken {stack.projection} of the experts of {stack.layer}")
 
 
-def _takes_stacks(layer: Any) -> bool:
+def _can_take_stacks(layer: Any) -> bool:
     """Return whether all experts lie on this worker as they are published, none twice and none elsewhere."""
     return (
         type(layer.quant_method) is UnquantizedFusedMoEMethod

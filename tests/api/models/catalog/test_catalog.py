@@ -9,7 +9,7 @@ import pytest
 
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.models.parameters import active_parameters, layer_weights, mtp_parameters, parameters
+from moejob_api.models.parameters import active_parameters, layer_weights, mtp_parameters, total_parameters
 from moejob_api.models.shape import Experts, ModelShape
 
 # The second number is what the safetensors files hold beside the model's parameters, so that the sum of both is the
@@ -63,19 +63,19 @@ PUBLISHED = {
 
 
 def shape(name: str) -> ModelShape:
-    config = catalog.config(name)
+    config = catalog.find_config(name)
     assert config is not None
     return shape_of(config, name)
 
 
 def test_every_shipped_model_has_its_size_pinned() -> None:
-    assert list(catalog.shipped()) == sorted(PARAMETERS)
+    assert list(catalog.shipped_names()) == sorted(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_shipped_model_has_its_published_parameters(name: str) -> None:
     count, beside = PARAMETERS[name]
-    assert parameters(shape(name)) == count
+    assert total_parameters(shape(name)) == count
     if name in PUBLISHED:
         assert beside is not None
         assert count + beside == PUBLISHED[name]
@@ -98,7 +98,7 @@ def test_what_qwen3_next_publishes_beyond_its_config_is_one_module_for_further_t
     model = shape("Qwen/Qwen3-Next-80B-A3B-Instruct")
     attention_layer = model.layers[3]
     module = layer_weights(model, attention_layer).total + 2 * model.hidden**2 + 3 * model.hidden
-    assert module == PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"] - parameters(model)
+    assert module == PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"] - total_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +117,19 @@ def test_a_token_meets_as_many_parameters_as_the_name_says(name: str, billions: 
     assert round(active_parameters(shape(name)) / 1e9, 1) == billions
 
 
-@pytest.mark.parametrize("name", catalog.names())
+@pytest.mark.parametrize("name", catalog.model_names())
 def test_every_name_has_a_shape(name: str) -> None:
     assert shape(name).positions >= 2048
 
 
-@pytest.mark.parametrize("name", sorted(set(catalog.names()) - set(catalog.shipped())))
+@pytest.mark.parametrize("name", sorted(set(catalog.model_names()) - set(catalog.shipped_names())))
 def test_a_variant_is_like_a_shipped_model_and_differs_in_few_keys(name: str) -> None:
     variants = json.loads((files(catalog.__name__) / "variants.json").read_text("utf-8"))
-    like = catalog.config(variants[name]["like"])
-    own = catalog.config(name)
+    like = catalog.find_config(variants[name]["like"])
+    own = catalog.find_config(name)
     assert like is not None
     assert own is not None
-    assert variants[name]["like"] in catalog.shipped()
+    assert variants[name]["like"] in catalog.shipped_names()
     assert own.keys() == like.keys()
     changed = {key for key in own if own[key] != like[key]}
     assert changed <= {"max_position_embeddings", "rope_theta", "rope_scaling", "vocab_size"}
@@ -137,22 +137,22 @@ def test_a_variant_is_like_a_shipped_model_and_differs_in_few_keys(name: str) ->
 
 
 def test_the_larger_vocabulary_of_an_instructed_mixtral_is_counted() -> None:
-    assert parameters(shape("mistralai/Mixtral-8x22B-Instruct-v0.1")) == 140_630_071_296
+    assert total_parameters(shape("mistralai/Mixtral-8x22B-Instruct-v0.1")) == 140_630_071_296
 
 
 def test_glm_4_6_is_glm_4_5_with_more_positions() -> None:
     model = shape("zai-org/GLM-4.6")
     # Published without copies of embedding and output projection in the MTP module.
-    assert parameters(model) + mtp_parameters(model) + 90 * 160 == 356_785_898_816
+    assert total_parameters(model) + mtp_parameters(model) + 90 * 160 == 356_785_898_816
     assert model.positions == 202_752
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert catalog.config("qwen/qwen3-30b-a3b") == catalog.config("Qwen/Qwen3-30B-A3B")
+    assert catalog.find_config("qwen/qwen3-30b-a3b") == catalog.find_config("Qwen/Qwen3-30B-A3B")
 
 
 def test_a_name_with_another_organization_is_not_found() -> None:
-    assert catalog.config("somebody/Qwen3-30B-A3B") is None
+    assert catalog.find_config("somebody/Qwen3-30B-A3B") is None
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_a_name_with_another_organization_is_not_found() -> None:
     ],
 )
 def test_near_names_are_suggested(asked: str, first: str) -> None:
-    assert catalog.near(asked)[0] == first
+    assert catalog.similar_names(asked)[0] == first
 
 
 def test_nothing_is_suggested_for_a_name_like_no_other() -> None:
-    assert catalog.near("zzzzzzzz/0000000000") == ()
+    assert catalog.similar_names("zzzzzzzz/0000000000") == ()
 
 
 def test_all_layers_with_experts_of_a_model_have_the_same() -> None:
-    for name in catalog.shipped():
+    for name in catalog.shipped_names():
         assert len({layer.mlp for layer in shape(name).layers if isinstance(layer.mlp, Experts)}) <= 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model_configs import MISSING, ODD, SMALL, any_config, config
 from moejob_api.models import catalog
 from moejob_api.models.families import keys, shape_of
-from moejob_api.models.parameters import active_parameters, model_weights, mtp_weights, parameters
+from moejob_api.models.parameters import active_parameters, model_weights, mtp_weights, total_parameters
 from moejob_api.models.shape import (
     DenseMLP,
     Experts,
@@ -382,8 +382,8 @@ def test_a_model_that_is_not_trained_is_refused_by_name_with_the_page_that_says_
 
 
 def test_every_key_of_the_shipped_configs_has_an_entry_that_says_what_is_done_about_it() -> None:
-    for name in catalog.names():
-        values = catalog.config(name)
+    for name in catalog.model_names():
+        values = catalog.find_config(name)
         assert values is not None
         unknown = values.keys() - keys.KEYS[Family(str(values["model_type"]))].keys()
         assert not unknown, f"{name}: {unknown}"
@@ -442,7 +442,7 @@ def test_a_message_stays_short_whatever_the_value(value: object) -> None:
 def test_any_config_of_a_family_has_a_shape_and_whole_counts(family: Family, data: st.DataObject) -> None:
     shape = shape_of(data.draw(any_config(family)))
     weights = model_weights(shape) + mtp_weights(shape)
-    assert 0 < active_parameters(shape) <= parameters(shape) <= weights.total
+    assert 0 < active_parameters(shape) <= total_parameters(shape) <= weights.total
     assert weights.routed == 0 or shape.experts is not None
 
 
@@ -453,7 +453,7 @@ def test_a_broken_config_is_counted_or_refused_but_never_crashes(family: Family,
         shape = shape_of(config(family, **changes))
     except InvalidSpec:
         return
-    assert parameters(shape) > 0
+    assert total_parameters(shape) > 0
     assert active_parameters(shape) > 0
 
 

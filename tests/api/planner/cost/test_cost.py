@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.hardware import H100, H200, Hardware
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.cost import Cost, Spent, step_cost
+from moejob_api.planner.cost import StepCost, TimeUse, step_cost
 from moejob_api.planner.cost.rates import IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS
 
 
-def cost(job: Spec, shape: ModelShape, hardware: Hardware = H200) -> Cost:
-    return step_cost(job, shape, layout(job.parallelism, job.resources.gpus_per_node), hardware)
+def cost(job: Spec, shape: ModelShape, hardware: Hardware = H200) -> StepCost:
+    return step_cost(job, shape, derive_layout(job.parallelism, job.resources.gpus_per_node), hardware)
 
 
-def seconds(answer: Cost, spent: Spent) -> float:
+def seconds(answer: StepCost, spent: TimeUse) -> float:
     return sum(part.seconds for part in answer.parts if part.name is spent)
 
 
@@ -55,7 +55,7 @@ def test_generation_measured_on_h100_is_met_within_ten_percent(tensor: int, at_o
         training={"globalBatchSize": None},
         grpo=grpo,
     )
-    found = 256 * at_once / seconds(cost(job, moe_model(), H100), Spent.GENERATION)
+    found = 256 * at_once / seconds(cost(job, moe_model(), H100), TimeUse.GENERATION)
     assert found == pytest.approx(measured, rel=0.1)
 
 
@@ -130,13 +130,21 @@ def test_throughput_published_for_eight_h100_is_met_within_a_third() -> None:
 def test_the_bubble_by_hand(pipeline: int, chunks: int | None, batch: int, expected: float) -> None:
     sizes = {"pipeline": pipeline, "virtualPipeline": chunks}
     answer = cost(spec(parallelism=sizes, training={"globalBatchSize": batch}), dense_model())
-    stage = sum(p.seconds for p in answer.parts if p.name not in {Spent.BUBBLE, Spent.DATA, Spent.OPTIMIZER})
-    assert seconds(answer, Spent.BUBBLE) == pytest.approx(expected * stage)
+    stage = sum(p.seconds for p in answer.parts if p.name not in {TimeUse.BUBBLE, TimeUse.DATA, TimeUse.OPTIMIZER})
+    assert seconds(answer, TimeUse.BUBBLE) == pytest.approx(expected * stage)
 
 
 def test_one_gpu_talks_to_nobody() -> None:
     answer = cost(training(1, 4), moe_model(layers=4))
-    talking = {Spent.TENSOR, Spent.DISPATCH, Spent.CONTEXT, Spent.PIPELINE, Spent.DATA, Spent.BUBBLE, Spent.OFFLOAD}
+    talking = {
+        TimeUse.TENSOR,
+        TimeUse.DISPATCH,
+        TimeUse.CONTEXT,
+        TimeUse.PIPELINE,
+        TimeUse.DATA,
+        TimeUse.BUBBLE,
+        TimeUse.OFFLOAD,
+    }
     assert not talking & {part.name for part in answer.parts}
 
 
@@ -144,24 +152,24 @@ def test_fp8_makes_products_of_layers_faster_and_pays_for_rounding() -> None:
     plain, rounded = training(4, 4), in_float8(4, 4)
     one, other = cost(plain, moe_model(layers=4)), cost(rounded, moe_model(layers=4))
     # Two of three products at 1.75 times the speed.
-    for spent in (Spent.EXPERTS, Spent.PROJECTIONS):
+    for spent in (TimeUse.EXPERTS, TimeUse.PROJECTIONS):
         assert seconds(other, spent) / seconds(one, spent) == pytest.approx((1 + 2 / 1.75) / 3)
-    assert seconds(other, Spent.OUTPUT) == seconds(one, Spent.OUTPUT)
-    assert seconds(one, Spent.ROUNDING) == 0
-    assert 0 < seconds(other, Spent.ROUNDING) < seconds(one, Spent.EXPERTS) - seconds(other, Spent.EXPERTS)
+    assert seconds(other, TimeUse.OUTPUT) == seconds(one, TimeUse.OUTPUT)
+    assert seconds(one, TimeUse.ROUNDING) == 0
+    assert 0 < seconds(other, TimeUse.ROUNDING) < seconds(one, TimeUse.EXPERTS) - seconds(other, TimeUse.EXPERTS)
 
 
 @pytest.mark.parametrize(
     ("change", "spent"),
     [
-        pytest.param({"tensor": 2}, Spent.TENSOR, id="tensor"),
-        pytest.param({"expert": 2}, Spent.DISPATCH, id="expert"),
-        pytest.param({"context": 2}, Spent.CONTEXT, id="context"),
-        pytest.param({"pipeline": 2}, Spent.PIPELINE, id="pipeline"),
-        pytest.param({"data": 2}, Spent.DATA, id="data"),
+        pytest.param({"tensor": 2}, TimeUse.TENSOR, id="tensor"),
+        pytest.param({"expert": 2}, TimeUse.DISPATCH, id="expert"),
+        pytest.param({"context": 2}, TimeUse.CONTEXT, id="context"),
+        pytest.param({"pipeline": 2}, TimeUse.PIPELINE, id="pipeline"),
+        pytest.param({"data": 2}, TimeUse.DATA, id="data"),
     ],
 )
-def test_every_group_has_its_price(change: dict[str, Any], spent: Spent) -> None:
+def test_every_group_has_its_price(change: dict[str, Any], spent: TimeUse) -> None:
     assert seconds(cost(spec(parallelism=change), moe_model(layers=4)), spent) > 0
 
 
@@ -183,8 +191,8 @@ def test_tokens_to_experts_over_two_nodes_by_hand(dispatcher: str, over_network:
     network = over_network * row / (0.80 * H200.network_bytes_per_second) + NETWORK_LATENCY_SECONDS
     nvlink = inside * row / (0.48 * H200.nvlink_bytes_per_second) + IN_NODE_LATENCY_SECONDS if inside else 0.0
     microbatches = 64 // 16
-    assert seconds(answer, Spent.DISPATCH) == pytest.approx(4 * microbatches * (network + nvlink))
-    why = next(part.why for part in answer.parts if part.name is Spent.DISPATCH)
+    assert seconds(answer, TimeUse.DISPATCH) == pytest.approx(4 * microbatches * (network + nvlink))
+    why = next(part.why for part in answer.parts if part.name is TimeUse.DISPATCH)
     assert why.endswith(f"{over_network:.1f} rows of a token over the network")
 
 
@@ -193,7 +201,7 @@ def test_a_usual_layer_has_no_rows_beyond_its_capacity(capacity: float, rows: fl
     def dispatched(factor: float) -> float:
         job = spec(parallelism={"expert": 8}, moe={"capacityFactor": factor})
         waits = 4 * (64 // 8) * IN_NODE_LATENCY_SECONDS
-        return seconds(cost(job, moe_model(layers=1)), Spent.DISPATCH) - waits
+        return seconds(cost(job, moe_model(layers=1)), TimeUse.DISPATCH) - waits
 
     assert dispatched(capacity) / dispatched(1.0) == pytest.approx(rows)
 
@@ -202,11 +210,11 @@ def test_a_micro_batch_takes_what_its_host_takes_where_the_gpu_is_faster() -> No
     # Of 4,096 tokens over four ranks: seven meetings for experts, as many for their parts, five for attention.
     job = spec(parallelism={"tensor": 4, "expert": 2}, training={"microBatchSize": 1, "globalBatchSize": 64})
     answer = cost(job, moe_model(layers=8))
-    of_gpus = (Spent.BUBBLE, Spent.DATA, Spent.OPTIMIZER)
+    of_gpus = (TimeUse.BUBBLE, TimeUse.DATA, TimeUse.OPTIMIZER)
     passes = sum(part.seconds for part in answer.parts if part.name not in of_gpus)
-    assert seconds(answer, Spent.HOST) > 0
+    assert seconds(answer, TimeUse.HOST) > 0
     assert passes == pytest.approx(32 * 8 * (7.5e-3 + 19 * 0.35e-3))
-    assert not seconds(cost(spec(training={"microBatchSize": 4}), moe_model(layers=8)), Spent.HOST)
+    assert not seconds(cost(spec(training={"microBatchSize": 4}), moe_model(layers=8)), TimeUse.HOST)
 
 
 def test_ranks_that_share_an_expert_gather_each_token_once() -> None:
@@ -215,14 +223,15 @@ def test_ranks_that_share_an_expert_gather_each_token_once() -> None:
     answer = cost(spec(parallelism=sizes, training={"microBatchSize": 1, "globalBatchSize": 8}), shape)
     # Half of the tokens are this rank's, the others come: in one row each, whatever experts they chose.
     others = 4096 / 2 * shape.hidden * 2 / (0.75 * H200.nvlink_bytes_per_second)
-    assert seconds(answer, Spent.DISPATCH) == pytest.approx(4 * 8 * (others + IN_NODE_LATENCY_SECONDS))
+    assert seconds(answer, TimeUse.DISPATCH) == pytest.approx(4 * 8 * (others + IN_NODE_LATENCY_SECONDS))
 
 
 def test_full_recomputation_costs_a_forward_pass() -> None:
     plain = cost(spec(), dense_model(layers=8))
     again = cost(spec(training={"recompute": {"granularity": "Full"}}), dense_model(layers=8))
     layers = sum(
-        seconds(plain, spent) for spent in (Spent.PROJECTIONS, Spent.ATTENTION, Spent.FEED_FORWARD, Spent.ELEMENTWISE)
+        seconds(plain, spent)
+        for spent in (TimeUse.PROJECTIONS, TimeUse.ATTENTION, TimeUse.FEED_FORWARD, TimeUse.ELEMENTWISE)
     )
     assert again.seconds - plain.seconds == pytest.approx(layers / 3)
 
@@ -239,7 +248,7 @@ def test_balancing_over_the_global_batch_costs_a_forward_pass(moe: dict[str, Any
     plain = cost(spec(), moe_model(layers=4))
     counted = cost(spec(moe=moe), moe_model(layers=4))
     # On one GPU the backward pass is two forward passes.
-    beside = (Spent.ACCUMULATION, Spent.DATA, Spent.OPTIMIZER)
+    beside = (TimeUse.ACCUMULATION, TimeUse.DATA, TimeUse.OPTIMIZER)
     once = sum(part.seconds for part in plain.parts if part.name not in beside) / 3
     assert counted.seconds - plain.seconds == pytest.approx(passes * once)
 

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from builders import dense_model, latent_model, merged, moe_model, spec
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout
-from moejob_api.models.parameters import mtp_parameters, parameters
+from moejob_api.layout.sizes import derive_layout
+from moejob_api.models.parameters import mtp_parameters, total_parameters
 from moejob_api.models.shape import DenseMLP, Experts, Family, GroupedAttention, Layer, ModelShape
 from moejob_api.planner.memory import (
     MemoryEstimate,
-    Name,
+    MemoryUse,
     VolumeNeed,
     checkpoint_bytes,
     download_bytes,
-    estimate,
+    estimate_memory,
     export_bytes,
     volume_need,
 )
-from moejob_api.planner.memory.case import prepared, stage_parameters
-from moejob_api.planner.memory.remedies import remedies
-from moejob_api.planner.memory.temporaries import working
+from moejob_api.planner.memory.case import prepare_case, stage_parameters
+from moejob_api.planner.memory.remedies import find_remedies
+from moejob_api.planner.memory.temporaries import working_bytes
 
 GIB = 2**30
 # 2 heads of 4, so queries 8x8, keys and values 8x4 each, output 8x8; a network of 3 x 8x16; two norms of 8.
@@ -42,20 +42,20 @@ ENDS = 2 * 256 * 8 + 8
 
 
 def needs(job: Spec, shape: ModelShape) -> MemoryEstimate:
-    return estimate(job, shape, layout(job.parallelism, job.resources.gpus_per_node))
+    return estimate_memory(job, shape, derive_layout(job.parallelism, job.resources.gpus_per_node))
 
 
-def part(answer: MemoryEstimate, name: Name) -> int:
+def part(answer: MemoryEstimate, name: MemoryUse) -> int:
     return sum(part.bytes for part in answer.parts if part.name is name)
 
 
 def test_a_tiny_dense_model_by_hand() -> None:
     held = 2 * TINY_LAYER + ENDS
     answer = needs(spec(), TINY)
-    assert part(answer, Name.WEIGHTS) == 2 * held
-    assert part(answer, Name.GRADIENTS) == 4 * held
+    assert part(answer, MemoryUse.WEIGHTS) == 2 * held
+    assert part(answer, MemoryUse.GRADIENTS) == 4 * held
     # Two moments in float32, and the 16 bits that weights in bfloat16 lack.
-    assert part(answer, Name.OPTIMIZER) == 10 * held
+    assert part(answer, MemoryUse.OPTIMIZER) == 10 * held
 
 
 def test_a_tiny_mixture_by_hand() -> None:
@@ -63,8 +63,8 @@ def test_a_tiny_mixture_by_hand() -> None:
     routed = 2 * TINY_ROUTED
     # Two groups of experts, each once more: dense parts have four replicas, experts two.
     answer = needs(spec(parallelism={"expert": 2, "data": 2}), TINY_MIXTURE)
-    assert part(answer, Name.WEIGHTS) == 2 * (dense + routed // 2)
-    assert part(answer, Name.OPTIMIZER) == 10 * (-(-dense // 4) + routed // 2 // 2)
+    assert part(answer, MemoryUse.WEIGHTS) == 2 * (dense + routed // 2)
+    assert part(answer, MemoryUse.OPTIMIZER) == 10 * (-(-dense // 4) + routed // 2 // 2)
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_divided_weights_are_of_the_type_of_their_gradients_and_whole_layers_are
     answer = needs(job, TINY_MIXTURE)
     mine = -(-dense // 4) + routed // 2 // 2
     share = 2 if dtype == gradients == "bfloat16" else 4
-    assert part(answer, Name.WEIGHTS) == share * mine
-    assert part(answer, Name.GRADIENTS) == share * mine
+    assert part(answer, MemoryUse.WEIGHTS) == share * mine
+    assert part(answer, MemoryUse.GRADIENTS) == share * mine
     # What weights in bfloat16 lack of float32, and two moments.
-    assert part(answer, Name.OPTIMIZER) == (4 - share + 8) * mine
+    assert part(answer, MemoryUse.OPTIMIZER) == (4 - share + 8) * mine
     element, summed = (2 if dtype == "bfloat16" else 4), (2 if gradients == "bfloat16" else 4)
     # Two layers on their way, one's gradients and what they are summed in; embedding and output beside them, and what
     # both layers have beside their experts: 480 parameters, where the experts of two layers are 1,536.
     beside_experts = TINY_LAYER - 3 * 128 + 8 * 4
     layer = beside_experts + TINY_ROUTED // 2
     behind_the_first_layer = 2 * 256 * 8 * summed
-    assert part(answer, Name.GATHERED) == (2 * 2 * 256 * 8 + 2 * beside_experts) * element + max(
+    assert part(answer, MemoryUse.GATHERED) == (2 * 2 * 256 * 8 + 2 * beside_experts) * element + max(
         layer * (3 * element + summed), behind_the_first_layer
     )
 
@@ -109,17 +109,17 @@ def test_divided_weights_are_of_the_type_of_their_gradients_and_whole_layers_are
 def test_fp8_takes_a_byte_for_each_rounding_of_a_weight(changes: dict[str, Any], expected: int) -> None:
     plain = spec(**changes)
     rounded = spec(**merged(changes, {"training": {"precision": {"compute": "FP8"}}}))
-    assert part(needs(rounded, TINY), Name.ROUNDED) == expected
-    assert part(needs(plain, TINY), Name.ROUNDED) == 0
+    assert part(needs(rounded, TINY), MemoryUse.ROUNDED) == expected
+    assert part(needs(plain, TINY), MemoryUse.ROUNDED) == 0
     assert needs(rounded, TINY).bytes == needs(plain, TINY).bytes + expected
 
 
 def test_fp8_rounds_the_widest_rows_of_a_layer_at_a_byte_a_number() -> None:
     cases = [
-        prepared(spec(training={"precision": precision}), TINY_MIXTURE, layout(spec().parallelism, 8))
+        prepare_case(spec(training={"precision": precision}), TINY_MIXTURE, derive_layout(spec().parallelism, 8))
         for precision in ({"compute": "FP8"}, {})
     ]
-    rounded, plain = (working(TINY_MIXTURE.layers[0], case.share, case.keeping) for case in cases)
+    rounded, plain = (working_bytes(TINY_MIXTURE.layers[0], case.share, case.activation_settings) for case in cases)
     # Both halves of the activation of two experts' rows for each token.
     assert rounded - plain == cases[0].share.tokens * 2 * 2 * 16
 
@@ -136,12 +136,12 @@ def test_divided_weights_under_adapters_take_the_models_type_and_have_no_gradien
     answer = needs(job, TINY)
     adapter = 4 * (8 + 8)
     held, mine = 2 * (TINY_LAYER + adapter) + ENDS, 2 * adapter // 4
-    assert part(answer, Name.WEIGHTS) == 2 * (-(-held // 4) - mine) + 4 * mine
-    assert part(answer, Name.GRADIENTS) == 4 * mine
-    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    assert part(answer, MemoryUse.WEIGHTS) == 2 * (-(-held // 4) - mine) + 4 * mine
+    assert part(answer, MemoryUse.GRADIENTS) == 4 * mine
+    assert part(answer, MemoryUse.OPTIMIZER) == 8 * mine
     # Whole are two layers, and embedding and output; or everything. Beside them gradients of one layer's adapters.
     whole = 2 * (TINY_LAYER + adapter) + 2 * 256 * 8 if sharding == "FSDP" else held
-    assert part(answer, Name.GATHERED) == 2 * whole + (2 + 4) * adapter
+    assert part(answer, MemoryUse.GATHERED) == 2 * whole + (2 + 4) * adapter
 
 
 def test_weights_that_stay_gathered_are_whole_in_the_models_type() -> None:
@@ -151,10 +151,10 @@ def test_weights_that_stay_gathered_are_whole_in_the_models_type() -> None:
     held = 2 * layer + ENDS
     dense, routed = held - TINY_ROUTED, TINY_ROUTED
     mine = -(-dense // 4) + routed // 2
-    assert part(answer, Name.WEIGHTS) == 4 * mine
-    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    assert part(answer, MemoryUse.WEIGHTS) == 4 * mine
+    assert part(answer, MemoryUse.OPTIMIZER) == 8 * mine
     # Beside them the largest layer's gradients, and what these are summed in.
-    assert part(answer, Name.GATHERED) == 2 * held + max(layer, 256 * 8) * (2 + 4)
+    assert part(answer, MemoryUse.GATHERED) == 2 * held + max(layer, 256 * 8) * (2 + 4)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_weights_that_stay_gathered_are_whole_in_the_models_type() -> None:
 def test_a_parameter_of_one_gpu_takes_this_many_bytes(changes: dict[str, Any], bytes_a_parameter: int) -> None:
     shape = dense_model(layers=2)
     answer = needs(spec(**changes), shape)
-    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    states = sum(part(answer, name) for name in (MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER))
     # Half a percent for the rows that pad the vocabulary.
-    assert states == pytest.approx(bytes_a_parameter * parameters(shape), rel=0.005)
+    assert states == pytest.approx(bytes_a_parameter * total_parameters(shape), rel=0.005)
 
 
 def test_llama_70b_on_16_gpus_takes_two_bytes_less_than_the_18_a_parameter_that_are_published() -> None:
     answer = needs(spec(parallelism={"tensor": 8, "pipeline": 2}), dense_model())
-    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    states = sum(part(answer, name) for name in (MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER))
     assert states / GIB == pytest.approx(73.9 * 16 / 18, rel=0.02)
 
 
@@ -197,7 +197,7 @@ def test_deepseek_v3_on_64_gpus_holds_four_layers_by_hand() -> None:
     }
     answer = needs(spec(parallelism=sizes, training={"recompute": {"granularity": "Full"}}), latent_model())
     assert answer.stage not in {0, 15}
-    assert part(answer, Name.WEIGHTS) + part(answer, Name.GRADIENTS) == 6 * of_gpu
+    assert part(answer, MemoryUse.WEIGHTS) + part(answer, MemoryUse.GRADIENTS) == 6 * of_gpu
 
 
 def test_mixtral_on_16_gpus_takes_two_bytes_a_parameter_less_than_was_published() -> None:
@@ -205,7 +205,7 @@ def test_mixtral_on_16_gpus_takes_two_bytes_a_parameter_less_than_was_published(
         Family.MIXTRAL, 4096, 32_000, False, 32_768, (Layer(GroupedAttention(32, 8, 128), Experts(8, 2, 14_336)),) * 32
     )
     answer = needs(spec(parallelism={"tensor": 2, "pipeline": 2, "expert": 4}), mixtral)
-    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    states = sum(part(answer, name) for name in (MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER))
     assert states / GIB == pytest.approx(48.9 * 16 / 18, rel=0.07)
 
 
@@ -259,7 +259,7 @@ def test_what_should_save_memory_never_costs_any(job: Spec, name: str) -> None:
 
 def without_communicators(answer: MemoryEstimate) -> int:
     """More replicas talk to each other, which takes buffers of its own."""
-    return max(sum(p.bytes for p in peak.parts if p.name is not Name.COMMUNICATORS) for peak in answer.phases)
+    return max(sum(p.bytes for p in peak.parts if p.name is not MemoryUse.COMMUNICATORS) for peak in answer.phases)
 
 
 def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
@@ -278,12 +278,12 @@ def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
 )
 def test_nccl_takes_what_was_measured(sizes: dict[str, int], groups: int, alone: int) -> None:
     answer = needs(spec(parallelism=sizes), moe_model(layers=4))
-    assert part(answer, Name.COMMUNICATORS) == (groups * 484 + alone * 384) * 2**20
+    assert part(answer, MemoryUse.COMMUNICATORS) == (groups * 484 + alone * 384) * 2**20
 
 
 def test_tokens_that_visit_nodes_first_take_two_more_communicators() -> None:
     answer = needs(spec(parallelism={"expert": 16}, moe={"dispatcher": "Flex"}), moe_model(layers=4))
-    assert part(answer, Name.COMMUNICATORS) == (5 * 484 + 7 * 384) * 2**20
+    assert part(answer, MemoryUse.COMMUNICATORS) == (5 * 484 + 7 * 384) * 2**20
 
 
 @pytest.mark.parametrize(
@@ -303,17 +303,17 @@ def test_flex_takes_memory_that_peers_write_to(sizes: dict[str, int], tokens: in
         needs(spec(parallelism=sizes, data={"maxLength": tokens}, moe={"dispatcher": dispatcher}), shape)
         for dispatcher in ("Flex", "AllToAll")
     )
-    assert part(written, Name.PEER_MEMORY) == expected
+    assert part(written, MemoryUse.PEER_MEMORY) == expected
     assert without_communicators(written) - without_communicators(exchanged) == expected
 
 
 def test_a_remedy_makes_the_job_fit() -> None:
     job, shape = spec(parallelism={"expert": 8}, resources={"gpuType": "H100"}), moe_model()
-    sizes, limit = layout(job.parallelism, 8), 79 * GIB
-    found = remedies(job, shape, sizes, limit)
+    sizes, limit = derive_layout(job.parallelism, 8), 79 * GIB
+    found = find_remedies(job, shape, sizes, limit)
     assert found
     for remedy in found:
-        assert estimate(remedy.spec, shape, sizes).fits(limit)
+        assert estimate_memory(remedy.spec, shape, sizes).is_within(limit)
         assert str(remedy)
 
 
@@ -321,9 +321,9 @@ def test_a_job_that_lacks_the_memory_of_roundings_may_multiply_in_bfloat16() -> 
     # Weights that do not change for many micro batches are rounded once: 9.3 GiB.
     training = {"precision": {"compute": "FP8"}, "microBatchSize": 1, "globalBatchSize": 8}
     job, shape = spec(training=training, resources={"gpuType": "H200"}), moe_model(layers=8)
-    sizes = layout(job.parallelism, 8)
+    sizes = derive_layout(job.parallelism, 8)
     needed = needs(job, shape).bytes
-    (found,) = (one for one in remedies(job, shape, sizes, needed - 1) if "precision.compute" in str(one))
+    (found,) = (one for one in find_remedies(job, shape, sizes, needed - 1) if "precision.compute" in str(one))
     assert str(found) == "training.precision.compute: null"
     assert needed - found.bytes > 9 * GIB
     assert found.bytes == needs(found.spec, shape).bytes
@@ -353,14 +353,14 @@ def test_an_embedding_is_held_at_both_ends_where_further_tokens_are_predicted() 
     further = replace(plain, mtp_layers=plain.layers[-1:])
     for pipeline, copies in ((1, 0), (2, 1)):
         job = spec(parallelism={"pipeline": pipeline})
-        last = [prepared(job, shape, layout(job.parallelism, 8)) for shape in (plain, further)]
+        last = [prepare_case(job, shape, derive_layout(job.parallelism, 8)) for shape in (plain, further)]
         before, after = (stage_parameters(case, case.stages[-1]).held.total for case in last)
         assert after - before == mtp_parameters(further) + copies * 129_280 * 7168
 
 
 def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
     shape = moe_model(layers=2)
-    whole = parameters(shape) + mtp_parameters(shape)
+    whole = total_parameters(shape) + mtp_parameters(shape)
     assert checkpoint_bytes(shape, spec()) == whole * (2 + 12)
     assert export_bytes(shape, spec()) == whole * 2
 
@@ -368,9 +368,11 @@ def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
 def test_the_volume_holds_one_checkpoint_more_than_is_kept_beside_export_and_download() -> None:
     shape = moe_model(layers=2)
     job = spec(model={"source": "Qwen/Qwen3-30B-A3B"}, checkpoint={"keep": 3})
-    one = parameters(shape) * (2 + 12)
-    assert volume_need(shape, job) == VolumeNeed(one, 4, export=2 * parameters(shape), download=2 * parameters(shape))
-    assert volume_need(shape, job).bytes == 4 * one + 4 * parameters(shape)
+    one = total_parameters(shape) * (2 + 12)
+    assert volume_need(shape, job) == VolumeNeed(
+        one, 4, export=2 * total_parameters(shape), download=2 * total_parameters(shape)
+    )
+    assert volume_need(shape, job).bytes == 4 * one + 4 * total_parameters(shape)
     without = spec(model={"source": "/models/a"}, checkpoint={"exportHuggingFace": False})
     assert volume_need(shape, without).bytes == 3 * one
 
@@ -402,7 +404,7 @@ def test_recorded_tokens_take_room_on_the_volume(
 @pytest.mark.parametrize(("source", "weights"), [("Qwen/Qwen3-30B-A3B", 2), ("pvc://models/a", 0), ("/models/a", 0)])
 def test_a_model_of_the_hub_takes_room_on_the_volume(source: str, weights: int) -> None:
     shape = moe_model(layers=2)
-    assert download_bytes(shape, spec(model={"source": source})) == parameters(shape) * weights
+    assert download_bytes(shape, spec(model={"source": source})) == total_parameters(shape) * weights
 
 
 def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_trained() -> None:
@@ -464,7 +466,7 @@ def test_an_optimizer_in_host_memory_takes_its_state_and_buffers_there(
         memory = {"offloadOptimizer": offloaded} | sections.get("memory", {})
         return needs(spec(parallelism={"data": 1}, **(sections | {"memory": memory})), TINY_MIXTURE).host_bytes_per_pod
 
-    trained = parameters(TINY_MIXTURE)
+    trained = total_parameters(TINY_MIXTURE)
     assert host(1.0) - host(0.0) == pytest.approx(trained * of_a_parameter, rel=0.02)
 
 
@@ -478,5 +480,5 @@ def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
     )
     answer = needs(job, moe_model())
     assert answer.engine is not None
-    assert not answer.engine.runs
-    assert not answer.fits(1024 * GIB)
+    assert not answer.engine.can_run
+    assert not answer.is_within(1024 * GIB)

@@ -15,18 +15,20 @@ import pytest
 from builders import spec
 from moejob_api.job import Spec
 from moejob_api.job.training import RecomputeGranularity
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.memory import MemoryEstimate, estimate
-from moejob_api.planner.memory.case import prepared
-from moejob_api.planner.memory.kept_activations import kept
-from moejob_api.planner.memory.phases import MemoryPhase, Name
+from moejob_api.planner.memory import MemoryEstimate, estimate_memory
+from moejob_api.planner.memory.case import prepare_case
+from moejob_api.planner.memory.kept_activations import kept_by_layer
+from moejob_api.planner.memory.phases import MemoryPhase, MemoryUse
 
 RUNS = [json.loads(line) for line in Path(__file__).with_name("h200.jsonl").read_text().splitlines()]
 # What torch.cuda.max_memory_allocated() does not count.
-OUTSIDE_TENSORS = frozenset({Name.CONTEXT, Name.COMMUNICATORS, Name.FRAGMENTATION, Name.ENGINE_ASLEEP})
+OUTSIDE_TENSORS = frozenset(
+    {MemoryUse.CONTEXT, MemoryUse.COMMUNICATORS, MemoryUse.FRAGMENTATION, MemoryUse.ENGINE_ASLEEP}
+)
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run["case"])
 
 
@@ -52,8 +54,10 @@ def test_the_peak_of_the_optimizer_step_is_within_half_a_percent(run: dict[str, 
 )
 def test_what_a_layer_keeps_is_within_one_percent(run: dict[str, Any]) -> None:
     shape, job = model(run), training(run)
-    case = prepared(job, shape, layout(job.parallelism, 8))
-    assert kept(shape.layers[0], case.share, case.keeping).total == pytest.approx(run["layerBytes"], rel=0.01)
+    case = prepare_case(job, shape, derive_layout(job.parallelism, 8))
+    assert kept_by_layer(shape.layers[0], case.share, case.activation_settings).total == pytest.approx(
+        run["layerBytes"], rel=0.01
+    )
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "deviceBytes" in run], ids=lambda run: run["case"])
@@ -69,7 +73,7 @@ def tensors(run: dict[str, Any], phase: MemoryPhase) -> int:
 
 def answer(run: dict[str, Any]) -> MemoryEstimate:
     job = training(run)
-    return estimate(job, model(run), layout(job.parallelism, 8))
+    return estimate_memory(job, model(run), derive_layout(job.parallelism, 8))
 
 
 def training(run: dict[str, Any]) -> Spec:
@@ -87,4 +91,4 @@ def training(run: dict[str, Any]) -> Spec:
 
 
 def model(run: dict[str, Any]) -> ModelShape:
-    return shape_of({**(catalog.config(run["model"]) or {}), **run["config"]})
+    return shape_of({**(catalog.find_config(run["model"]) or {}), **run["config"]})

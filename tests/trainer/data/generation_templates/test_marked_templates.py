@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from moejob_trainer.data import tiny
-from moejob_trainer.data.chat_template import Template
-from moejob_trainer.data.conversations import conversation
+from moejob_trainer.data.chat_template import ChatTemplate
+from moejob_trainer.data.conversations import read_conversation
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import assistant, chat, user
@@ -28,7 +28,7 @@ def published(name: str) -> str:
 
 
 def tokenizer(template: str) -> PreTrainedTokenizerBase:
-    found = tiny.tokenizer()
+    found = tiny.build_tokenizer()
     found.add_special_tokens({"bos_token": "<|begin|>"})
     found.chat_template = template
     return found
@@ -131,8 +131,8 @@ def as_published(name: str, fields: dict[str, Any], prompt: bool = False) -> str
     return str(text)
 
 
-def ours(name: str) -> Template:
-    return Template(TOKENIZERS[name], None)
+def ours(name: str) -> ChatTemplate:
+    return ChatTemplate(TOKENIZERS[name], None)
 
 
 def closing(name: str, fields: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ def closing(name: str, fields: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("name", "fields"), cases())
 def test_a_marked_template_writes_what_the_published_one_writes(name: str, fields: dict[str, Any]) -> None:
-    rendered = ours(name).rendered(conversation(Record(fields, PLACE)))
+    rendered = ours(name).render_conversation(read_conversation(Record(fields, PLACE)))
     assert rendered.text == as_published(name, fields) + closing(name, fields)
 
 
@@ -158,8 +158,8 @@ def test_each_message_can_be_trained_on_alone(name: str, fields: dict[str, Any])
             {**message, "weight": int(number == chosen)} if number in answers else message
             for number, message in enumerate(messages)
         ]
-        alone += ours(name).rendered(conversation(Record({**fields, "messages": weighed}, PLACE))).spans
-    assert tuple(alone) == ours(name).rendered(conversation(Record(fields, PLACE))).spans
+        alone += ours(name).render_conversation(read_conversation(Record({**fields, "messages": weighed}, PLACE))).spans
+    assert tuple(alone) == ours(name).render_conversation(read_conversation(Record(fields, PLACE))).spans
     assert len(alone) == len(answers)
 
 
@@ -167,7 +167,9 @@ def test_each_message_can_be_trained_on_alone(name: str, fields: dict[str, Any])
 def test_the_prompt_for_an_answer_is_the_published_one(name: str) -> None:
     for messages in (TURNS[:3], [system("be brief"), *USED, user("and now?")]):
         asked = {"messages": messages}
-        assert ours(name).prompt(conversation(Record(asked, PLACE))) == as_published(name, asked, prompt=True)
+        assert ours(name).render_prompt(read_conversation(Record(asked, PLACE))) == as_published(
+            name, asked, prompt=True
+        )
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
@@ -182,7 +184,7 @@ def test_whatever_is_said_is_written_as_published_and_marked(
 ) -> None:
     said = chat(*(text for turn in spoken for text in turn))["messages"]
     fields = {"messages": [system("be brief"), *said] if instructed else said}
-    rendered = ours(name).rendered(conversation(Record(fields, PLACE)))
+    rendered = ours(name).render_conversation(read_conversation(Record(fields, PLACE)))
     assert rendered.text == as_published(name, fields) + closing(name, fields)
     for (start, end), (_, answer) in zip(rendered.spans, spoken, strict=True):
         assert answer.strip() in rendered.text[start:end]
@@ -258,14 +260,14 @@ FINAL = "<|channel|>final<|message|>"
 def test_what_is_marked_is_what_the_assistant_says_with_the_end_of_its_turn(
     name: str, messages: list[dict[str, Any]], said: list[str]
 ) -> None:
-    rendered = ours(name).rendered(conversation(Record({"messages": messages}, PLACE)))
+    rendered = ours(name).render_conversation(read_conversation(Record({"messages": messages}, PLACE)))
     assert [rendered.text[start:end] for start, end in rendered.spans] == said
 
 
 @pytest.mark.parametrize(("name", "fields"), cases())
 def test_what_precedes_a_mark_is_the_prompt_for_it(name: str, fields: dict[str, Any]) -> None:
     """The first tokens that are trained on are the first that the model will be asked for."""
-    rendered = ours(name).rendered(conversation(Record(fields, PLACE)))
+    rendered = ours(name).render_conversation(read_conversation(Record(fields, PLACE)))
     first = next(n for n, message in enumerate(fields["messages"]) if message["role"] == "assistant")
     asked = as_published(name, {**fields, "messages": fields["messages"][:first]}, prompt=True)
     # DeepSeek-R1 is asked to think, and its template drops what it thought.
@@ -286,18 +288,22 @@ def test_what_precedes_a_mark_is_the_prompt_for_it(name: str, fields: dict[str, 
 )
 def test_what_a_template_would_leave_out_is_refused(name: str, messages: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(BadData, match=f"^{PLACE}: .*{said}"):
-        ours(name).rendered(conversation(Record({"messages": messages}, PLACE)))
+        ours(name).render_conversation(read_conversation(Record({"messages": messages}, PLACE)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_that_differs_from_the_one_we_know_is_not_guessed_at(name: str) -> None:
     changed = published(name) + "{# ours #}"
     with pytest.raises(BadData, match=r"this template \(SHA-256 [0-9a-f]{12}\.\.\.\) is none of those published with"):
-        Template(tokenizer(changed), None).rendered(conversation(Record({"messages": TURNS}, PLACE)))
+        ChatTemplate(tokenizer(changed), None).render_conversation(
+            read_conversation(Record({"messages": TURNS}, PLACE))
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_line_breaks_of_another_kind_and_at_the_end_make_no_other_template(name: str) -> None:
     stored = published(name).removesuffix("\n").replace("\n", "\r\n") + "\n"
-    rendered = Template(tokenizer(stored), None).rendered(conversation(Record({"messages": TURNS}, PLACE)))
-    assert rendered == ours(name).rendered(conversation(Record({"messages": TURNS}, PLACE)))
+    rendered = ChatTemplate(tokenizer(stored), None).render_conversation(
+        read_conversation(Record({"messages": TURNS}, PLACE))
+    )
+    assert rendered == ours(name).render_conversation(read_conversation(Record({"messages": TURNS}, PLACE)))

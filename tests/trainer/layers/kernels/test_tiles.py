@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_trainer.layers.kernels.experts import WIDE_TILES, tiles
+from moejob_trainer.layers.kernels.experts import WIDE_TILES, choose_tiles
 from moejob_trainer.layers.kernels.quack import Tiles
 
 
@@ -23,4 +23,4 @@ from moejob_trainer.layers.kernels.quack import Tiles
 def test_wide_experts_with_many_rows_get_tiles_of_their_own(
     rows_per_expert: float, widths: tuple[int, int], generation: int, expected: Tiles | None
 ) -> None:
-    assert tiles(rows_per_expert, widths, generation) == expected
+    assert choose_tiles(rows_per_expert, widths, generation) == expected

@@ -15,22 +15,22 @@ import pytest
 import torch
 
 from moejob_api.job.grpo import (
-    Advantage,
-    Importance,
+    AdvantageEstimator,
+    ImportanceLevel,
     KlKind,
     LossAggregation,
-    Mismatch,
+    MismatchCorrection,
     MismatchMode,
     OverlongAnswers,
     PolicyLoss,
 )
-from moejob_trainer.objectives.grpo.advantages import EPSILON, advantages
-from moejob_trainer.objectives.grpo.aggregation import weights
-from moejob_trainer.objectives.grpo.groups import has_signal, is_complete, overlong_penalty
-from moejob_trainer.objectives.grpo.kl import divergence
-from moejob_trainer.objectives.grpo.loss_mask import Answers
+from moejob_trainer.objectives.grpo.advantages import EPSILON, compute_advantages
+from moejob_trainer.objectives.grpo.aggregation import compute_token_weights
+from moejob_trainer.objectives.grpo.groups import has_all_rewards, has_signal, overlong_penalty
+from moejob_trainer.objectives.grpo.kl import estimate_kl
+from moejob_trainer.objectives.grpo.loss_mask import LossMask
 from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
-from moejob_trainer.objectives.grpo.policy_loss import Clipping, clipped_high, clipped_low, policy_loss
+from moejob_trainer.objectives.grpo.policy_loss import Clipping, is_clipped_high, is_clipped_low, policy_loss
 from moejob_trainer.objectives.grpo.ratios import log_ratios
 
 
@@ -38,19 +38,19 @@ from moejob_trainer.objectives.grpo.ratios import log_ratios
 class Implementation:
     """The functions that are checked."""
 
-    advantages: Callable[..., Any] = advantages
+    advantages: Callable[..., Any] = compute_advantages
     log_ratios: Callable[..., Any] = log_ratios
     policy_loss: Callable[..., Any] = policy_loss
-    divergence: Callable[..., Any] = divergence
+    divergence: Callable[..., Any] = estimate_kl
     mismatch_weights: Callable[..., Any] = mismatch_weights
-    weights: Callable[..., Any] = weights
+    weights: Callable[..., Any] = compute_token_weights
     overlong_penalty: Callable[..., Any] = overlong_penalty
     has_signal: Callable[..., Any] = has_signal
-    is_complete: Callable[..., Any] = is_complete
+    is_complete: Callable[..., Any] = has_all_rewards
 
 
 # Two documents of three and two tokens; the first token of each is of the prompt.
-TWO = Answers(torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1]), 2)
+TWO = LossMask(torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1]), 2)
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 4.0, 6.0, 8.0]])
 
 
@@ -59,7 +59,7 @@ def _each(values: Any) -> list[float]:
     return [float(value[0]) for value in values]
 
 
-def _of_rewards(made: Implementation, kind: Advantage) -> list[float]:
+def _of_rewards(made: Implementation, kind: AdvantageEstimator) -> list[float]:
     return _each(made.advantages(kind, REWARDS, [np.zeros(1)] * 8))
 
 
@@ -67,22 +67,22 @@ def grpo_divides_by_the_deviation_of_the_group(made: Implementation) -> None:
     # Deviations 1/2 and sqrt(20 / 3).
     half, wide = 0.5 + EPSILON, math.sqrt(20 / 3) + EPSILON
     expected = [0.75 / half, *[-0.25 / half] * 3, -3 / wide, -1 / wide, 1 / wide, 3 / wide]
-    assert _of_rewards(made, Advantage.GRPO) == pytest.approx(expected, rel=1e-9)
+    assert _of_rewards(made, AdvantageEstimator.GRPO) == pytest.approx(expected, rel=1e-9)
 
 
 def dr_grpo_takes_the_mean_away(made: Implementation) -> None:
-    assert _of_rewards(made, Advantage.DR_GRPO) == pytest.approx([0.75, -0.25, -0.25, -0.25, -3, -1, 1, 3])
+    assert _of_rewards(made, AdvantageEstimator.DR_GRPO) == pytest.approx([0.75, -0.25, -0.25, -0.25, -3, -1, 1, 3])
 
 
 def rloo_compares_with_the_others(made: Implementation) -> None:
     expected = [1, -1 / 3, -1 / 3, -1 / 3, -4, -4 / 3, 4 / 3, 4]
-    assert _of_rewards(made, Advantage.RLOO) == pytest.approx(expected)
+    assert _of_rewards(made, AdvantageEstimator.RLOO) == pytest.approx(expected)
 
 
 def reinforce_normalises_rewards_to_go_over_the_step(made: Implementation) -> None:
     # Two answers of two and one tokens: to go 1, 1.5 and 0; mean 2.5 / 3, deviation sqrt(7) / sqrt(18).
     values = made.advantages(
-        Advantage.REINFORCE_PLUS_PLUS, np.array([[1.0, 0.0]]), [np.array([-0.5, 0.5]), np.zeros(1)]
+        AdvantageEstimator.REINFORCE_PLUS_PLUS, np.array([[1.0, 0.0]]), [np.array([-0.5, 0.5]), np.zeros(1)]
     )
     mean, deviation = 2.5 / 3, math.sqrt(7 / 18) + EPSILON
     expected = [(1 - mean) / deviation, (1.5 - mean) / deviation, -mean / deviation]
@@ -91,19 +91,19 @@ def reinforce_normalises_rewards_to_go_over_the_step(made: Implementation) -> No
 
 def penalties_of_tokens_count_in_the_reward_of_the_answer(made: Implementation) -> None:
     # 1 - 0.6 and 0: mean 0.2.
-    values = made.advantages(Advantage.DR_GRPO, np.array([[1.0, 0.0]]), [np.array([-0.2, -0.4]), np.zeros(3)])
+    values = made.advantages(AdvantageEstimator.DR_GRPO, np.array([[1.0, 0.0]]), [np.array([-0.2, -0.4]), np.zeros(3)])
     assert [value.tolist() for value in values] == [pytest.approx([0.2, 0.2]), pytest.approx([-0.2, -0.2, -0.2])]
 
 
 def a_ratio_of_tokens_is_new_by_old(made: Implementation) -> None:
     new, old = torch.tensor([9.0, 0.5, 0.1, 9.0, -0.2]), torch.tensor([0.0, 0.2, 0.0, 0.0, 0.1])
-    found = made.log_ratios(Importance.TOKEN, new, old, TWO)
+    found = made.log_ratios(ImportanceLevel.TOKEN, new, old, TWO)
     assert found[TWO.mask].tolist() == pytest.approx([0.3, 0.1, -0.3])
 
 
 def a_ratio_of_sequences_is_the_mean_over_the_answer(made: Implementation) -> None:
     new, old = torch.tensor([9.0, 0.5, 0.1, 9.0, -0.2]), torch.tensor([0.0, 0.2, 0.0, 0.0, 0.1])
-    found = made.log_ratios(Importance.SEQUENCE, new, old, TWO)
+    found = made.log_ratios(ImportanceLevel.SEQUENCE, new, old, TWO)
     assert found[TWO.mask].tolist() == pytest.approx([0.2, 0.2, -0.3])
 
 
@@ -150,7 +150,7 @@ def divergences_of_a_log_ratio(made: Implementation) -> None:
 def _mismatched(made: Implementation, **settings: Any) -> list[float]:
     trainer = torch.tensor([9.0, -1.0, -2.0, 9.0, -1.0]).double()
     engine = trainer - torch.tensor([5.0, math.log(3.0), math.log(0.5), 5.0, math.log(0.25)]).double()
-    found: list[float] = made.mismatch_weights(Mismatch(**settings), trainer, engine, TWO)[TWO.mask].tolist()
+    found: list[float] = made.mismatch_weights(MismatchCorrection(**settings), trainer, engine, TWO)[TWO.mask].tolist()
     return found
 
 
@@ -163,11 +163,11 @@ def weights_of_tokens_are_masked_beyond_their_bounds(made: Implementation) -> No
 
 
 def weights_of_sequences_are_products(made: Implementation) -> None:
-    assert _mismatched(made, level=Importance.SEQUENCE, maximum=2.0) == pytest.approx([1.5, 1.5, 0.25])
+    assert _mismatched(made, level=ImportanceLevel.SEQUENCE, maximum=2.0) == pytest.approx([1.5, 1.5, 0.25])
 
 
 def sequences_beyond_their_bounds_are_masked_whole(made: Implementation) -> None:
-    found = _mismatched(made, level=Importance.SEQUENCE, mode=MismatchMode.MASK, maximum=1.2)
+    found = _mismatched(made, level=ImportanceLevel.SEQUENCE, mode=MismatchMode.MASK, maximum=1.2)
     assert found == pytest.approx([0, 0, 0.25])
 
 
@@ -238,4 +238,4 @@ def fractions_of_clipped_tokens() -> tuple[list[bool], list[bool]]:
     """Of ratios 0.5, 1 and 4 with advantages 2 and -2: which are clipped low, and which high."""
     ratios, signs = torch.tensor([0.5, 1.0, 4.0] * 2).log(), torch.tensor([2.0] * 3 + [-2.0] * 3)
     clipping = Clipping(0.2, 0.5)
-    return clipped_low(ratios, signs, clipping).tolist(), clipped_high(ratios, signs, clipping).tolist()
+    return is_clipped_low(ratios, signs, clipping).tolist(), is_clipped_high(ratios, signs, clipping).tolist()

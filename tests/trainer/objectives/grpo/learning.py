@@ -23,28 +23,36 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from builders import merged
 from moejob_api.documents import read_file
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models import catalog
-from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.loading import opened
+from moejob_trainer.conversion.families import build_tensor_table
+from moejob_trainer.conversion.loading import open_published_checkpoint
 from moejob_trainer.data import tiny
 from moejob_trainer.data.encoding import end_of_text
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.data.preparation import EncodingRecipe
 from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import load_pretrained
-from moejob_trainer.model.architecture import architecture, as_trained
+from moejob_trainer.model.architecture import read_architecture, trained_architecture
 from moejob_trainer.model.pretrained import read_pretrained
-from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
+from moejob_trainer.objectives.grpo.collecting import PromptSets, RolloutCollector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
-from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
+from moejob_trainer.objectives.grpo.sampling import GroupSampler
 from moejob_trainer.rewards.scorer import Scorer
-from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, SyncReport, Tokens
+from moejob_trainer.rollouts.interface import (
+    Answer,
+    FinishReason,
+    Floats,
+    GenerationRequest,
+    SamplingParams,
+    SyncReport,
+    Tokens,
+)
 from moejob_trainer.training.learning_rate import learning_rate
 from trainer.training_data import prompt_corpora
 
@@ -68,7 +76,7 @@ class TransformersEngine:
     folder: Path
     model: Any = None
     version: int = -1
-    _waiting: list[tuple[Request, asyncio.Future[Answer]]] = field(default_factory=list)
+    _waiting: list[tuple[GenerationRequest, asyncio.Future[Answer]]] = field(default_factory=list)
 
     @property
     def stacked_elements(self) -> int:
@@ -85,11 +93,11 @@ class TransformersEngine:
     def release(self) -> None:
         """Hold what there is."""
 
-    async def until_outdated(self) -> None:
+    async def wait_until_outdated(self) -> None:
         """It loses nothing."""
         await asyncio.Event().wait()
 
-    async def generate(self, request: Request, sampling: Sampling) -> Answer:
+    async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Return an answer, with whatever else is asked at the moment."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
@@ -102,7 +110,7 @@ class TransformersEngine:
         return await future
 
     @torch.no_grad()
-    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def _answers(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Answer]:
         """Answer prompts of one length."""
         tokens = torch.from_numpy(np.stack([request.prompt for request in requests]).astype(np.int64))
         random = [np.random.default_rng(request.seed) for request in requests]
@@ -117,7 +125,9 @@ class TransformersEngine:
         rows = zip(requests, answered, log_probabilities, strict=True)
         return [self._up_to_its_end(*row, sampling) for row in rows]
 
-    def _up_to_its_end(self, request: Request, tokens: Tokens, probable: Floats, sampling: Sampling) -> Answer:
+    def _up_to_its_end(
+        self, request: GenerationRequest, tokens: Tokens, probable: Floats, sampling: SamplingParams
+    ) -> Answer:
         ends = np.flatnonzero(np.isin(tokens, sampling.stop_tokens))
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
         reason = FinishReason.STOP if len(ends) else FinishReason.LENGTH
@@ -127,10 +137,10 @@ class TransformersEngine:
 def taught(seed: int, folder: Path) -> None:
     """Write a model that plain Transformers has taught the guesses that come along."""
     torch.manual_seed(seed)
-    config: dict[str, Any] = {**(catalog.config(tiny.TOKENIZER) or {}), **SMALLER}
+    config: dict[str, Any] = {**(catalog.find_config(tiny.TOKENIZER) or {}), **SMALLER}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    tokenizer: Any = tiny.tokenizer()
-    chats = [tokenizer.apply_chat_template(chat["messages"], return_dict=False) for chat in tiny.guesses("train")]
+    tokenizer: Any = tiny.build_tokenizer()
+    chats = [tokenizer.apply_chat_template(chat["messages"], return_dict=False) for chat in tiny.guess_records("train")]
     tokens = pad_sequence(
         [torch.tensor(chat) for chat in chats], batch_first=True, padding_value=tokenizer.pad_token_id
     )
@@ -181,9 +191,9 @@ def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[fl
     engines = TransformersEngine(folder)
     shutil.copy(Path(asked.model.source) / "config.json", folder)
     assert asked.grpo is not None
-    recipe = Recipe(asked.model, asked.data)
-    tokenizer = recipe.tokenizer()
-    asker = Asker(
+    recipe = EncodingRecipe(asked.model, asked.data)
+    tokenizer = recipe.load_tokenizer()
+    asker = GroupSampler(
         engines,
         Scorer(asked.grpo.rewards, asked.grpo.reward_failure),
         lambda tokens: str(tokenizer.decode([*tokens])),
@@ -193,11 +203,11 @@ def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[fl
     plan = batch_plan(asked, layout_of(asked.parallelism, 8), pad_token=0)
     right = []
     grpo = asked.grpo
-    sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (end_of_text(tokenizer),))
-    with Collector(grpo, asker, sets, sampling, folder) as collector:
+    sampling = SamplingParams(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (end_of_text(tokenizer),))
+    with RolloutCollector(grpo, asker, sets, sampling, folder) as collector:
         settings, parts = (
             GrpoSettings(asked.grpo, plan, 1, asked.training.seed),
-            StepServices(Peers(), engines, collector),
+            StepServices(PeerRanks(), engines, collector),
         )
         objective = GroupRelativePolicyOptimization(settings, parts)
         for step in range(asked.training.max_steps or 0):
@@ -208,14 +218,14 @@ def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[fl
     return right
 
 
-def _engine(asked: Spec, placement: TrainingPlacement) -> MegatronEngine:
+def _engine(asked: Spec, placement: TrainingPlacement) -> MegatronTrainingEngine:
     found = read_pretrained(Path(asked.model.source), asked.model)
-    model = as_trained(architecture(found.config), asked)
-    stages = built(model, asked, layout_of(asked.parallelism, 8), placement.groups, placement.device)
-    load_pretrained(stages, opened(found.folder, table(model.shape)), placement.groups)
+    model = trained_architecture(read_architecture(found.config), asked)
+    stages = build_stages(model, asked, layout_of(asked.parallelism, 8), placement.groups, placement.device)
+    load_pretrained(stages, open_published_checkpoint(found.folder, build_tensor_table(model.shape)), placement.groups)
     training = asked.training
 
     def rate(step: int) -> float:
         return learning_rate(step, training.max_steps or 1, training.optimizer, training.scheduler)
 
-    return MegatronEngine(model, asked, stages, placement, rate)
+    return MegatronTrainingEngine(model, asked, stages, placement, rate)

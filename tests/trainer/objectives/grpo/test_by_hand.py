@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from moejob_api.job.grpo import Advantage, LossAggregation
-from moejob_trainer.objectives.grpo.advantages import advantages
-from moejob_trainer.objectives.grpo.loss_mask import Answers
+from moejob_api.job.grpo import AdvantageEstimator, LossAggregation
+from moejob_trainer.objectives.grpo.advantages import compute_advantages
+from moejob_trainer.objectives.grpo.loss_mask import LossMask
 from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
 
 REAL = Implementation()
@@ -29,22 +29,22 @@ def test_tokens_count_as_clipped_where_they_would_have_moved_on() -> None:
     assert high == [False, False, True, False, False, False]
 
 
-def _off_by_one(answers: Answers) -> Answers:
+def _off_by_one(answers: LossMask) -> LossMask:
     return replace(answers, mask=answers.mask.roll(1))
 
 
 MISTAKES: dict[str, Implementation] = {
     "advantages with their sign turned": replace(
-        REAL, advantages=lambda kind, rewards, own: [-value for value in advantages(kind, rewards, own)]
+        REAL, advantages=lambda kind, rewards, own: [-value for value in compute_advantages(kind, rewards, own)]
     ),
     "advantages over the step instead of the group": replace(
-        REAL, advantages=lambda kind, rewards, own: advantages(kind, rewards.reshape(1, -1), own)
+        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards.reshape(1, -1), own)
     ),
     "advantages over the wrong axis": replace(
-        REAL, advantages=lambda kind, rewards, own: advantages(kind, rewards.T, own)
+        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards.T, own)
     ),
     "penalties of tokens left out": replace(
-        REAL, advantages=lambda kind, rewards, own: advantages(kind, rewards, [value * 0 for value in own])
+        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards, [value * 0 for value in own])
     ),
     "ratio turned over": replace(
         REAL, log_ratios=lambda level, new, old, own: REAL.log_ratios(level, old, new, own)
@@ -110,21 +110,21 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     assert noticed
 
 
-GROUPED = (Advantage.GRPO, Advantage.DR_GRPO, Advantage.RLOO)
+GROUPED = (AdvantageEstimator.GRPO, AdvantageEstimator.DR_GRPO, AdvantageEstimator.RLOO)
 
 
-def _found(kind: Advantage, rewards: Any) -> Any:
-    return np.array([value[0] for value in advantages(kind, rewards, [np.zeros(1)] * rewards.size)])
+def _found(kind: AdvantageEstimator, rewards: Any) -> Any:
+    return np.array([value[0] for value in compute_advantages(kind, rewards, [np.zeros(1)] * rewards.size)])
 
 
-@pytest.mark.parametrize("kind", Advantage)
-def test_advantages_do_not_change_when_all_rewards_shift(kind: Advantage) -> None:
+@pytest.mark.parametrize("kind", AdvantageEstimator)
+def test_advantages_do_not_change_when_all_rewards_shift(kind: AdvantageEstimator) -> None:
     rewards = np.random.default_rng(0).normal(size=(4, 6))
     np.testing.assert_allclose(_found(kind, rewards + 5.0), _found(kind, rewards), atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_advantages_of_a_group_do_not_depend_on_other_groups(kind: Advantage) -> None:
+def test_advantages_of_a_group_do_not_depend_on_other_groups(kind: AdvantageEstimator) -> None:
     rewards = np.random.default_rng(1).normal(size=(4, 6))
     changed = np.concatenate([rewards[:1], rewards[1:] * 7])
     np.testing.assert_array_equal(_found(kind, changed)[:6], _found(kind, rewards)[:6])
@@ -132,20 +132,25 @@ def test_advantages_of_a_group_do_not_depend_on_other_groups(kind: Advantage) ->
 
 @pytest.mark.parametrize(
     ("kind", "factor"),
-    [(Advantage.GRPO, 1), (Advantage.REINFORCE_PLUS_PLUS, 1), (Advantage.DR_GRPO, 8), (Advantage.RLOO, 8)],
+    [
+        (AdvantageEstimator.GRPO, 1),
+        (AdvantageEstimator.REINFORCE_PLUS_PLUS, 1),
+        (AdvantageEstimator.DR_GRPO, 8),
+        (AdvantageEstimator.RLOO, 8),
+    ],
 )
-def test_only_advantages_without_a_deviation_scale_with_rewards(kind: Advantage, factor: float) -> None:
+def test_only_advantages_without_a_deviation_scale_with_rewards(kind: AdvantageEstimator, factor: float) -> None:
     rewards = np.random.default_rng(2).normal(size=(4, 6))
     np.testing.assert_allclose(_found(kind, rewards * 8), factor * _found(kind, rewards), rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", Advantage)
-def test_the_order_of_answers_in_a_group_does_not_matter(kind: Advantage) -> None:
+@pytest.mark.parametrize("kind", AdvantageEstimator)
+def test_the_order_of_answers_in_a_group_does_not_matter(kind: AdvantageEstimator) -> None:
     rewards = np.random.default_rng(3).normal(size=(1, 6))
     order = np.random.default_rng(4).permutation(6)
     np.testing.assert_allclose(_found(kind, rewards[:, order]), _found(kind, rewards)[order], rtol=1e-12)
 
 
 def test_a_document_without_answer_has_a_mean_of_zero() -> None:
-    none = Answers(torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
-    assert none.means(torch.ones(3)).tolist() == [0.0]
+    none = LossMask(torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
+    assert none.document_means(torch.ones(3)).tolist() == [0.0]

@@ -21,26 +21,26 @@ from moejob_api.job.grpo import Grpo
 from moejob_api.job.model import Data
 from moejob_trainer.data import prompt_corpus
 from moejob_trainer.data.packing import BatchPlan
-from moejob_trainer.data.prepared_folder import finish
+from moejob_trainer.data.prepared_folder import write_report
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
+from moejob_trainer.objectives.grpo.collecting import PromptSets, RolloutCollector
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
-from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.rollout_batch import updates
-from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
+from moejob_trainer.objectives.grpo.rollout_batch import plan_updates
+from moejob_trainer.objectives.grpo.sampling import GroupSampler
 from moejob_trainer.objectives.grpo.step_record import StepRecorder, outdated_records
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import (
     Answer,
     EnginesLost,
     FinishReason,
-    Request,
+    GenerationRequest,
     RoutedLayers,
-    Sampling,
+    SamplingParams,
     SyncReport,
     WrongWeights,
 )
@@ -67,7 +67,7 @@ class Scripted:
     said: Callable[[int, int], str]
     version: int = -1
     is_awake: bool = False
-    asked: list[Request] = field(default_factory=list)
+    asked: list[GenerationRequest] = field(default_factory=list)
     # The layers whose experts each request asked for.
     routed: list[RoutedLayers | None] = field(default_factory=list)
     # What was returned of these.
@@ -80,7 +80,7 @@ class Scripted:
     _outdated: asyncio.Event = field(default_factory=asyncio.Event)
     _given: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request, sampling: Sampling) -> Answer:
+    async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Return the scripted tokens."""
         assert self.is_awake
         self.asked.append(request)
@@ -98,7 +98,7 @@ class Scripted:
             self.routings.append(ref(routing))
         return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason, routing)
 
-    async def until_outdated(self) -> None:
+    async def wait_until_outdated(self) -> None:
         """Wait until the weights are lost."""
         await self._outdated.wait()
 
@@ -131,7 +131,7 @@ class Flat:
     # What old log-probabilities were asked for.
     asked: list[MicroBatch] = field(default_factory=list)
 
-    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+    def compute_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """Return the level for every token."""
         self.asked += batches
         return self._said(batches)
@@ -142,11 +142,11 @@ class Flat:
             for batch in batches
         ]
 
-    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+    def compute_reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """Return a lower level."""
-        return Flat(-0.75).outputs(batches)
+        return Flat(-0.75).compute_outputs(batches)
 
-    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
+    def export_weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
         """Yield four bytes."""
         yield "w", torch.zeros(1)
 
@@ -175,8 +175,8 @@ def _prompts(count: int = 3) -> list[Prompt]:
 
 
 def _corpus(folder: Path) -> PromptCorpus:
-    written, fingerprint = prompt_corpus.write(folder, map(prompt_corpus.line, _prompts()))
-    finish(folder, PromptReport("questions", "train", fingerprint, written, written, 0))
+    written, fingerprint = prompt_corpus.write_prompts(folder, map(prompt_corpus.encode_prompt_line, _prompts()))
+    write_report(folder, PromptReport("questions", "train", fingerprint, written, written, 0))
     return PromptCorpus(folder)
 
 
@@ -191,7 +191,7 @@ class Run:
     """A run of one rank."""
 
     objective: GroupRelativePolicyOptimization
-    collector: Collector
+    collector: RolloutCollector
     engines: Scripted
     engine: Flat = field(default_factory=Flat)
 
@@ -213,7 +213,7 @@ TEXTS = {tuple(tokens[:-1] if tokens[-1] == END else tokens): text for text, tok
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    open_collectors: list[Collector] = []
+    open_collectors: list[RolloutCollector] = []
 
     def start(
         grpo: Grpo,
@@ -224,13 +224,13 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     ) -> Run:
         engines = Scripted(said)
         scorer = Scorer(grpo.rewards, grpo.reward_failure)
-        asker = Asker(engines, scorer, lambda tokens: TEXTS[tuple(tokens)], seed=5)
+        asker = GroupSampler(engines, scorer, lambda tokens: TEXTS[tuple(tokens)], seed=5)
         prompts = PromptSets(PromptLoader([_corpus(tmp_path)], _data()), evaluation)
-        sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (END,), routed)
-        collector = Collector(grpo, asker, prompts, sampling, tmp_path).__enter__()
+        sampling = SamplingParams(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (END,), routed)
+        collector = RolloutCollector(grpo, asker, prompts, sampling, tmp_path).__enter__()
         open_collectors.append(collector)
-        recorder = StepRecorder(tmp_path, {}, lambda: collector.sampled) if grpo.record_tokens else None
-        parts = StepServices(Peers(), engines, collector, recorder=recorder)
+        recorder = StepRecorder(tmp_path, {}, lambda: collector.last_sampled) if grpo.record_tokens else None
+        parts = StepServices(PeerRanks(), engines, collector, recorder=recorder)
         return Run(GroupRelativePolicyOptimization(GrpoSettings(grpo, PLAN, updates, 5), parts), collector, engines)
 
     yield start
@@ -418,7 +418,7 @@ def test_a_recorded_step_has_every_answer_and_says_which_update_learned_from_it(
 
     run = started(grpo, said)
     _, results = run.step(4)
-    run.objective.record(5, results)
+    run.objective.record_step(5, results)
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step-5.safetensors"]
     with safe_open(tmp_path / "tokens/step-5.safetensors", "np") as file:
         facts, arrays = file.metadata(), {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
@@ -448,7 +448,7 @@ def test_updates_that_learn_from_nothing_are_not_in_the_record(started: Callable
     grpo = _grpo(recordTokens=True, overlong={"filter": True})
     run = started(grpo, lambda group, member: "for ever" if group else ("yes", "no")[member], updates=2)
     _, results = run.step(0)
-    run.objective.record(1, results)
+    run.objective.record_step(1, results)
     with safe_open(tmp_path / "tokens/step-1.safetensors", "np") as file:
         assert file.get_tensor("update.answers").tolist() == [0, 1]
         assert len(file.get_tensor("token.id")) == 2 + 3 + 2 * 6
@@ -456,7 +456,7 @@ def test_updates_that_learn_from_nothing_are_not_in_the_record(started: Callable
 
 def test_a_step_is_not_recorded_unless_that_is_asked_for(started: Callable[..., Run], tmp_path: Path) -> None:
     run = started(_grpo(), _first_is_right)
-    run.objective.record(1, run.step(0)[1])
+    run.objective.record_step(1, run.step(0)[1])
     assert not (tmp_path / "tokens").exists()
 
 
@@ -536,6 +536,6 @@ def test_groups_that_were_dropped_let_no_update_cut_another_whose_mean_it_takes(
     aggregation: str, sizes: list[int]
 ) -> None:
     # Three groups of two are left for two updates in each of two epochs.
-    cut = updates(6, _grpo(lossAggregation=aggregation, groupSize=2, epochsPerStep=2), 2, (5, 0))
+    cut = plan_updates(6, _grpo(lossAggregation=aggregation, groupSize=2, epochsPerStep=2), 2, (5, 0))
     assert [len(part) for part in cut] == [*sizes, *sizes]
     assert all(aggregation == "Token" or {number ^ 1 for number in part} == set(part) for part in cut)

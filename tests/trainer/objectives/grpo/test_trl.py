@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moejob_api.job.grpo import Advantage, Grpo
-from moejob_trainer.data.packing import BatchPlan, global_batch, loss_weight
-from moejob_trainer.objectives.grpo.advantages import advantages
-from moejob_trainer.objectives.grpo.aggregation import weights
+from moejob_api.job.grpo import AdvantageEstimator, Grpo
+from moejob_trainer.data.packing import BatchPlan, build_global_batch, total_loss_weight
+from moejob_trainer.objectives.grpo.advantages import compute_advantages
+from moejob_trainer.objectives.grpo.aggregation import compute_token_weights
 from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE, grpo_loss
 from moejob_trainer.training.interface import TokenOutputs
 from moejob_trainer.training.micro_batch import Document
@@ -122,8 +122,8 @@ PLANS = {
 def _documents(grpo: Grpo) -> tuple[list[Document], list[Any]]:
     found = {name: tensor.numpy() for name, tensor in _tensors().items()}
     rewards = found["rewards"].reshape(GROUPS, MEMBERS)
-    learned = advantages(grpo.advantage, rewards, [np.zeros(length) for length in LENGTHS])
-    weighed = weights(grpo.loss_aggregation, LENGTHS, [n // MEMBERS for n in range(len(LENGTHS))], MOST)
+    learned = compute_advantages(grpo.advantage, rewards, [np.zeros(length) for length in LENGTHS])
+    weighed = compute_token_weights(grpo.loss_aggregation, LENGTHS, [n // MEMBERS for n in range(len(LENGTHS))], MOST)
     documents = []
     for number, length in enumerate(LENGTHS):
 
@@ -148,9 +148,9 @@ def _documents(grpo: Grpo) -> tuple[list[Document], list[Any]]:
 def _ours(grpo: Grpo, plan: BatchPlan) -> tuple[float, Any, Any]:
     """The loss of the global batch, and its gradients as TRL has them: [answers, tokens]."""
     documents, _ = _documents(grpo)
-    weight, total = loss_weight(documents), 0.0
+    weight, total = total_loss_weight(documents), 0.0
     gradients = np.zeros((2, len(LENGTHS), MOST))
-    for batch in (batch for of_rank in global_batch(documents, plan) for batch in of_rank):
+    for batch in (batch for of_rank in build_global_batch(documents, plan) for batch in of_rank):
         new, entropy = leaves = [batch.extras[name].clone().requires_grad_() for name in ("new", "entropy")]
         terms = grpo_loss(grpo, TokenOutputs(new, entropy), batch)
         (terms.total / weight).backward()
@@ -194,7 +194,7 @@ def test_a_step_with_its_sign_turned_is_another(by_trl: Any) -> None:
 def test_rloo_is_dr_grpo_by_a_factor_of_the_group() -> None:
     rewards = np.random.default_rng(0).normal(size=(2, 4))
     found = [
-        np.array([value[0] for value in advantages(kind, rewards, [np.zeros(1)] * 8)])
-        for kind in (Advantage.RLOO, Advantage.DR_GRPO)
+        np.array([value[0] for value in compute_advantages(kind, rewards, [np.zeros(1)] * 8)])
+        for kind in (AdvantageEstimator.RLOO, AdvantageEstimator.DR_GRPO)
     ]
     np.testing.assert_allclose(found[0], found[1] * 4 / 3)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moejob_api.job.grpo import BuiltInReward, Grpo, LossAggregation, Reward
-from moejob_trainer.data.packing import BatchPlan, batch_of_rank, loss_weight
+from moejob_trainer.data.packing import BatchPlan, build_rank_batch, total_loss_weight
 from moejob_trainer.objectives.grpo import objective, rollout_batch
 from moejob_trainer.objectives.grpo.advantages import EPSILON
 from moejob_trainer.objectives.grpo.groups import has_signal
 from moejob_trainer.objectives.grpo.loss import grpo_loss
 from moejob_trainer.objectives.grpo.policy_loss import Clipping, policy_loss
-from moejob_trainer.objectives.grpo.rollout import rollout
-from moejob_trainer.rollouts.interface import Answer, FinishReason, Request
+from moejob_trainer.objectives.grpo.rollout import build_rollout
+from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
 from moejob_trainer.training import LossTerms, TokenOutputs
 
 PROMPT_TOKENS, ANSWER_TOKENS = (3, 2), ((2, 1, 2), (1, 1, 1))
@@ -36,10 +36,10 @@ def _settings(aggregation: LossAggregation = LossAggregation.TOKEN) -> Grpo:
     )
 
 
-def _experience() -> rollout_batch.Experience:
+def _experience() -> rollout_batch.RolloutBatch:
     answers = [
         Answer(
-            Request(group, member, np.arange(2, 2 + PROMPT_TOKENS[group], dtype=np.int32), 0),
+            GenerationRequest(group, member, np.arange(2, 2 + PROMPT_TOKENS[group], dtype=np.int32), 0),
             np.full(length, 9, np.int32),
             np.full(length, OLD_LOG_PROBABILITY, np.float32),
             np.zeros(length, np.int32),
@@ -48,17 +48,19 @@ def _experience() -> rollout_batch.Experience:
         for group, lengths in enumerate(ANSWER_TOKENS)
         for member, length in enumerate(lengths)
     ]
-    return rollout_batch.experience([rollout(answer) for answer in answers], REWARDS.flatten().tolist())
+    return rollout_batch.build_rollout_batch([build_rollout(answer) for answer in answers], REWARDS.flatten().tolist())
 
 
 def _update(grpo: Grpo, epoch: int, ratios: tuple[float, ...]) -> tuple[LossTerms, float]:
     """Return the loss of an epoch's update and its weight; the first group's tokens have these ratios."""
     step = _experience()
     old = np.full(len(step.tokens), OLD_LOG_PROBABILITY, np.float32)
-    extras = rollout_batch.extras(step, rollout_batch.learned(grpo, step, old, None), old, None)
-    members = rollout_batch.updates(len(step.rewards), grpo, 1, (0, 0))[epoch]
-    documents = rollout_batch.documents(grpo, step, members, extras)
-    (batch,) = batch_of_rank(documents, PLAN, 0)
+    extras = rollout_batch.build_loss_inputs(
+        step, rollout_batch.compute_token_advantages(grpo, step, old, None), old, None
+    )
+    members = rollout_batch.plan_updates(len(step.rewards), grpo, 1, (0, 0))[epoch]
+    documents = rollout_batch.build_documents(grpo, step, members, extras)
+    (batch,) = build_rank_batch(documents, PLAN, 0)
     starts = {members[place]: start for place, start in zip(batch.documents, batch.cu_lengths.tolist(), strict=False)}
     # A position holds the log-probability of its label, the next token: that of an answer begins at the prompt's last.
     first_group = [
@@ -68,13 +70,13 @@ def _update(grpo: Grpo, epoch: int, ratios: tuple[float, ...]) -> tuple[LossTerm
     ]
     new = torch.full((len(batch.tokens),), OLD_LOG_PROBABILITY)
     new[first_group] += torch.tensor(ratios).log()
-    return grpo_loss(grpo, TokenOutputs(new, torch.zeros_like(new)), batch), loss_weight(documents)
+    return grpo_loss(grpo, TokenOutputs(new, torch.zeros_like(new)), batch), total_loss_weight(documents)
 
 
 def _token_losses(ratios: tuple[float, ...]) -> list[float]:
     """Return the loss of each token of the first group."""
     grpo, step = _settings(), _experience()
-    advantages = np.concatenate(rollout_batch.learned(grpo, step, None, None)[:3])
+    advantages = np.concatenate(rollout_batch.compute_token_advantages(grpo, step, None, None)[:3])
     of_answers = torch.from_numpy(advantages[advantages != 0]).double()
     log_ratios = torch.tensor(ratios).double().log()
     clipping = Clipping(grpo.clip_low, grpo.clip_high)
@@ -99,8 +101,8 @@ def test_rollouts_have_the_shapes_of_the_text() -> None:
 
 def test_advantages_are_those_of_the_text() -> None:
     step, grpo = _experience(), _settings()
-    of_rollouts = rollout_batch.learned(grpo, step, None, None)
-    advantages = [values[mask > 0] for values, mask in zip(of_rollouts, step.cut(step.mask), strict=True)]
+    of_rollouts = rollout_batch.compute_token_advantages(grpo, step, None, None)
+    advantages = [values[mask > 0] for values, mask in zip(of_rollouts, step.split_by_rollout(step.mask), strict=True)]
     assert all(np.ptp(values) == 0 for values in advantages)
     assert _numbers("rewards") == [REWARDS.flatten().tolist()]
     assert _numbers("means") == [pytest.approx(REWARDS.mean(1).tolist(), abs=5e-6)]

@@ -17,20 +17,26 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from moejob_api.contract.addresses import LOOPBACK
-from moejob_api.contract.group_rendezvous import arrive
+from moejob_api.contract.group_rendezvous import join_rendezvous
 from moejob_api.contract.pods import weights_key
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
-from moejob_trainer.rollouts.publisher import Publisher, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
-from moejob_trainer.rollouts.transports.buckets import Bucket, Ranks, all_gathered, gathered, parts
-from moejob_trainer.rollouts.transports.ipc import Handle, IpcTransport, handle
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group
+from moejob_trainer.rollouts.transports.buckets import (
+    Bucket,
+    BucketRanks,
+    all_gather_bucket,
+    gather_bucket,
+    pack_buckets,
+)
+from moejob_trainer.rollouts.transports.ipc import IpcHandle, IpcTransport, handle_fields
 from trainer.rollouts.stand_in import StandIn, carried
 from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
 KEY = weights_key("secret")
-ALONE = Ranks(None, None, CPU)
+ALONE = BucketRanks(None, None, CPU)
 LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
 WHOLE = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -62,7 +68,7 @@ def assert_whole(buckets: list[dict[str, Tensor]]) -> None:
 
 
 def test_buckets_are_bounded_and_a_large_tensor_is_one_of_its_own() -> None:
-    found = [unpacked(part) for part in parts(weights(), 12, CPU)]
+    found = [unpacked(part) for part in pack_buckets(weights(), 12, CPU)]
     assert [list(bucket) for bucket in found] == [["a", "b"], ["c"], ["d", "e"]]
     assert_whole(found)
 
@@ -74,7 +80,7 @@ def test_a_bucket_keeps_its_values_when_their_owner_uses_the_memory_again() -> N
         for number in range(3):
             yield str(number), memory.fill_(number)
 
-    (part,) = parts(reused(), 100, CPU)
+    (part,) = pack_buckets(reused(), 100, CPU)
     assert [tensor.tolist() for tensor in unpacked(part).values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
@@ -91,9 +97,9 @@ def test_ranks_end_buckets_after_the_same_names_and_the_first_gets_all_of_them(w
 
 def gathered_buckets() -> dict[str, Any]:
     world = dist.new_group(backend="gloo")
-    ranks = Ranks(world, world, CPU)
-    of_first = [gathered(part, ranks) for part in parts(weights(ranks.rank, 3), 12, CPU)]
-    of_all = [all_gathered(part, ranks) for part in parts(weights(ranks.rank, 3), 12, CPU)]
+    ranks = BucketRanks(world, world, CPU)
+    of_first = [gather_bucket(part, ranks) for part in pack_buckets(weights(ranks.rank, 3), 12, CPU)]
+    of_all = [all_gather_bucket(part, ranks) for part in pack_buckets(weights(ranks.rank, 3), 12, CPU)]
     return {
         "sizes": [size for size, _ in of_first],
         "gathered": [unpacked(bucket) for _, bucket in of_first if bucket is not None],
@@ -118,7 +124,7 @@ class Receiver:
         def join() -> None:
             port = carried(where["master_address"], where["master_port"], KEY)
             store = PrefixStore(where["name"], TCPStore(LOOPBACK, port, is_master=False))
-            arrive(store, where["world_size"], timedelta(minutes=5))
+            join_rendezvous(store, where["world_size"], timedelta(minutes=5))
             self._group = ProcessGroupGloo(store, where["rank_offset"], where["world_size"], timedelta(minutes=5))
             self._received(1)
 
@@ -153,27 +159,29 @@ def receivers() -> Iterator[list[Receiver]]:
 
 
 @pytest.fixture
-def fleet(receivers: list[Receiver]) -> Iterator[Fleet]:
-    connection = Connection("secret")
-    made = Fleet([one.engine.url for one in receivers], connection, LIMITS)
+def fleet(receivers: list[Receiver]) -> Iterator[EngineFleet]:
+    connection = EngineConnection("secret")
+    made = EngineFleet([one.engine.url for one in receivers], connection, LIMITS)
     yield made
-    connection.run(made.unwatch())
+    connection.run(made.stop_watching())
     connection.close()
 
 
-TRIAL = Trial(np.arange(48, dtype=np.int32), lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), lambda: 0.001)
+TRIAL = ProbeTerms(
+    np.arange(48, dtype=np.int32), lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), lambda: 0.001
+)
 
 
-def broadcasting(fleet: Fleet) -> Publisher:
+def broadcasting(fleet: EngineFleet) -> Publisher:
     return Publisher(
         fleet=fleet,
         world=None,
-        transport=BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", KEY, 1, gloo, 60), 12),
-        trial=TRIAL,
+        transport=BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", KEY, 1, make_gloo_group, 60), 12),
+        probe_terms=TRIAL,
     )
 
 
-def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver], fleet: Fleet) -> None:
+def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver], fleet: EngineFleet) -> None:
     publisher = broadcasting(fleet)
     for version in (1, 2):
         assert publisher.publish(version, weights()).size_bytes == 34 + 80 + 16
@@ -181,37 +189,37 @@ def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver]
         assert_whole(one.buckets[:3])
         assert_whole(one.buckets[3:])
         assert one.engine.asked.count("/init_weight_transfer_engine") == 1
-    assert len(fleet.serving) == 2
+    assert len(fleet.serving_engines) == 2
 
 
-def test_an_engine_that_was_started_again_joins_again(receivers: list[Receiver], fleet: Fleet) -> None:
+def test_an_engine_that_was_started_again_joins_again(receivers: list[Receiver], fleet: EngineFleet) -> None:
     publisher = broadcasting(fleet)
     publisher.publish(1, weights())
     receivers[0].engine.version = "default"
     publisher.publish(2, weights())
     assert [one.engine.asked.count("/init_weight_transfer_engine") for one in receivers] == [2, 1]
-    assert len(fleet.serving) == 2
+    assert len(fleet.serving_engines) == 2
 
 
 def test_an_engine_that_fails_between_buckets_serves_no_more_and_the_other_gets_all(
-    receivers: list[Receiver], fleet: Fleet
+    receivers: list[Receiver], fleet: EngineFleet
 ) -> None:
     publisher = broadcasting(fleet)
     publisher.publish(1, weights())
     receivers[0].engine.failing["/update_weights"] = 500
     publisher.publish(2, weights())
-    assert [engine.url for engine in fleet.serving] == [receivers[1].engine.url]
+    assert [engine.url for engine in fleet.serving_engines] == [receivers[1].engine.url]
     assert_whole(receivers[1].buckets[3:])
     del receivers[0].engine.failing["/update_weights"]
     publisher.publish(3, weights())
-    assert len(fleet.serving) == 2
+    assert len(fleet.serving_engines) == 2
     assert_whole(receivers[0].buckets[3:])
 
 
-def test_engines_open_buckets_by_their_handles(receivers: list[Receiver], fleet: Fleet) -> None:
+def test_engines_open_buckets_by_their_handles(receivers: list[Receiver], fleet: EngineFleet) -> None:
     lent: list[Tensor] = []
 
-    def export(data: Tensor) -> tuple[str, Handle]:
+    def export(data: Tensor) -> tuple[str, IpcHandle]:
         lent.append(data.clone())
         return "GPU-0", {"storage": str(len(lent) - 1)}
 
@@ -223,8 +231,8 @@ def test_engines_open_buckets_by_their_handles(receivers: list[Receiver], fleet:
         fleet=fleet,
         world=None,
         transport=IpcTransport(ALONE, export, 60, 12),
-        trial=TRIAL,
-        room=SharedRoom(receivers[0]),
+        probe_terms=TRIAL,
+        gpu_memory=SharedRoom(receivers[0]),
     )
     publisher.publish(1, weights())
     for one in receivers:
@@ -247,13 +255,13 @@ class SharedRoom:
     engine: Receiver
     before: dict[str, list[str]] = field(default_factory=dict)
 
-    def tidy(self) -> None:
+    def free_unused(self) -> None:
         self._note("tidy")
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self._note("leave")
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         self._note("enter")
 
     def _note(self, part: str) -> None:
@@ -261,13 +269,17 @@ class SharedRoom:
 
 
 def test_weights_leave_the_gpu_before_engines_take_memory_for_keys_and_come_back_when_these_sleep(
-    receivers: list[Receiver], fleet: Fleet
+    receivers: list[Receiver], fleet: EngineFleet
 ) -> None:
     for one in receivers:
         one.engine.updated = lambda _: None
     room = SharedRoom(receivers[0])
     publisher = Publisher(
-        fleet=fleet, world=None, transport=IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60), trial=TRIAL, room=room
+        fleet=fleet,
+        world=None,
+        transport=IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60),
+        probe_terms=TRIAL,
+        gpu_memory=room,
     )
     publisher.publish(1, weights())
     publisher.release()
@@ -279,12 +291,14 @@ def test_weights_leave_the_gpu_before_engines_take_memory_for_keys_and_come_back
 
 
 def test_engines_on_the_trainers_gpus_wake_for_weights_and_sleep_while_it_trains(
-    receivers: list[Receiver], fleet: Fleet
+    receivers: list[Receiver], fleet: EngineFleet
 ) -> None:
     for one in receivers:
         one.engine.updated = lambda _: None
     transport = IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60)
-    publisher = Publisher(fleet=fleet, world=None, transport=transport, trial=TRIAL, room=SharedRoom(receivers[0]))
+    publisher = Publisher(
+        fleet=fleet, world=None, transport=transport, probe_terms=TRIAL, gpu_memory=SharedRoom(receivers[0])
+    )
     publisher.publish(1, weights())
     publisher.release()
     for one in receivers:
@@ -304,7 +318,7 @@ def test_engines_on_the_trainers_gpus_wake_for_weights_and_sleep_while_it_trains
         ]
 
 
-def test_engines_with_memory_of_their_own_never_sleep(receivers: list[Receiver], fleet: Fleet) -> None:
+def test_engines_with_memory_of_their_own_never_sleep(receivers: list[Receiver], fleet: EngineFleet) -> None:
     publisher = broadcasting(fleet)
     publisher.publish(1, weights())
     publisher.release()
@@ -313,7 +327,7 @@ def test_engines_with_memory_of_their_own_never_sleep(receivers: list[Receiver],
 
 def test_a_handle_is_json_and_leaves_nothing_out() -> None:
     shape = (Tensor, torch.Size([10]), (1,), 3, torch.TypedStorage, torch.uint8)
-    found = handle((*shape, 0, b"\x00handle", 10, 512, False, b"counter", 16, b"event", True))
+    found = handle_fields((*shape, 0, b"\x00handle", 10, 512, False, b"counter", 16, b"event", True))
     assert found == {
         "storage": "AGhhbmRsZQ==",
         "storage_bytes": 10,

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from engines import SECRET, Engine
 from moejob_api.contract.pods import weights_key
-from moejob_api.layout.sizes import layout
+from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.probe import TrainerProbe, probe_bound
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.interface import Floats, SyncReport
-from moejob_trainer.rollouts.publisher import Publisher, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
-from moejob_trainer.rollouts.transports.buckets import Ranks
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group
+from moejob_trainer.rollouts.transports.buckets import BucketRanks
 from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.rows import rows
@@ -124,30 +124,38 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     use_cpu()
     control, spec = dist.new_group(backend="gloo"), cell.spec()
     engine = started(cell, folder)
-    probe = TrainerProbe(engine, batch_plan(spec, layout(spec.parallelism, 8), pad_token=0))
+    probe = TrainerProbe(engine, batch_plan(spec, derive_layout(spec.parallelism, 8), pad_token=0))
     text = np.arange(spec.data.max_length, dtype=np.int32) * 7919 % engine.model.shape.vocabulary
 
     def bound() -> float:
-        return probe_bound(torch.float32, probe.rounding(text, torch.float32))
+        return probe_bound(torch.float32, probe.measure_rounding(text, torch.float32))
 
-    publisher = _publisher(control, url, Trial(text, probe, bound))
+    publisher = _publisher(control, url, ProbeTerms(text, probe, bound))
     try:
-        first = publisher.publish(1, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
+        first = (
+            publisher.publish(1, engine.export_weights(publisher.stacked_elements)),
+            probe(publisher.probe_terms.tokens),
+        )
         loss = loss_of(cell, engine)
         for step in range(UPDATES):
             engine.update(micro_batches(cell, engine, step), loss)
-        second = publisher.publish(2, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
+        second = (
+            publisher.publish(2, engine.export_weights(publisher.stacked_elements)),
+            probe(publisher.probe_terms.tokens),
+        )
     finally:
         publisher.close()
         stop_groups()
     return Published((first[0], second[0]), (first[1], second[1]))
 
 
-def _publisher(control: dist.ProcessGroup, url: str, trial: Trial) -> Publisher:
-    fleet = Fleet([url], Connection(SECRET), LIMITS) if control.rank() == 0 else None
-    ranks = Ranks(control, control if control.size() > 1 else None, torch.device("cpu"))
-    meeting = EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, gloo, LIMITS.start_seconds)
-    return Publisher(fleet=fleet, world=control, transport=BroadcastTransport(ranks, meeting, ELEMENTS), trial=trial)
+def _publisher(control: dist.ProcessGroup, url: str, trial: ProbeTerms) -> Publisher:
+    fleet = EngineFleet([url], EngineConnection(SECRET), LIMITS) if control.rank() == 0 else None
+    ranks = BucketRanks(control, control if control.size() > 1 else None, torch.device("cpu"))
+    meeting = EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, make_gloo_group, LIMITS.start_seconds)
+    return Publisher(
+        fleet=fleet, world=control, transport=BroadcastTransport(ranks, meeting, ELEMENTS), probe_terms=trial
+    )
 
 
 def _size_bytes(name: str) -> int:

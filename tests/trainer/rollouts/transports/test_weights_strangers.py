@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import engine_key, weights_key
-from moejob_trainer.rollouts.fleet import Fleet
+from moejob_trainer.rollouts.fleet import EngineFleet
 from moejob_trainer.rollouts.transports.group_store import GroupStore
-from moejob_trainer.runtime.channel import introduce
+from moejob_trainer.runtime.channel import prove_to_server
 from trainer.rollouts.stand_in import carried
 from trainer.rollouts.transports.test_buckets import (
     KEY,
@@ -40,7 +40,7 @@ def place() -> Iterator[GroupStore]:
     made.close()
 
 
-def test_a_stranger_cannot_write_where_rank_0_and_an_engine_meet(receivers: list[Receiver], fleet: Fleet) -> None:
+def test_a_stranger_cannot_write_where_rank_0_and_an_engine_meet(receivers: list[Receiver], fleet: EngineFleet) -> None:
     join = receivers[0].engine.joined
     refused: list[dict[str, Any]] = []
 
@@ -54,7 +54,7 @@ def test_a_stranger_cannot_write_where_rank_0_and_an_engine_meet(receivers: list
     receivers[0].engine.joined = preceded_by_a_stranger
     broadcasting(fleet).publish(1, weights())
     assert len(refused) == 1
-    assert len(fleet.serving) == 2
+    assert len(fleet.serving_engines) == 2
     assert_whole(receivers[0].buckets)
 
 
@@ -80,7 +80,7 @@ def test_who_proves_the_key_reaches_the_store(place: GroupStore) -> None:
 )
 def test_who_proves_another_key_is_turned_away(place: GroupStore, key: bytes) -> None:
     async def introduced() -> None:
-        await introduce(*await asyncio.open_connection(POD, place.port), key)
+        await prove_to_server(*await asyncio.open_connection(POD, place.port), key)
 
     with pytest.raises(asyncio.IncompleteReadError):
         asyncio.run(introduced())
@@ -104,7 +104,7 @@ def test_engines_that_are_in_are_let_go_without_a_word_when_the_group_is_left(ca
 
     async def let_go() -> bytes:
         reader, writer = await asyncio.open_connection(POD, place.port)
-        await introduce(reader, writer, KEY)
+        await prove_to_server(reader, writer, KEY)
         await asyncio.to_thread(place.close)
         return await asyncio.wait_for(reader.read(), 120)
 

@@ -16,8 +16,8 @@ import torch
 
 from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoint_export.run import BEST, Best, stored_run
-from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import BEST, Best, read_stored_run
+from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_run
 from moejob_trainer.errors import BadConfiguration
 
 
@@ -25,21 +25,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Export; print one line, or what is wrong."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    asked = _parser().parse_args(arguments)
-    dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
+    options = _build_parser().parse_args(arguments)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     try:
-        done = export_run(stored_run(asked.run, asked.step), Wanted(asked.out, asked.merge_adapters, dtype, asked.base))
+        summary = export_run(
+            read_stored_run(options.run, options.step),
+            ExportOptions(options.out, options.merge_adapters, dtype, options.base),
+        )
     except (BadConfiguration, InvalidSpec) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return ExitCode.BAD_CONFIGURATION
     except OSError as error:
-        print(in_words(error, asked.run, asked.out), file=sys.stderr)  # noqa: T201
+        print(describe_failure(error, options.run, options.out), file=sys.stderr)  # noqa: T201
         return 1
-    print(done)  # noqa: T201
+    print(summary)  # noqa: T201
     return ExitCode.DONE
 
 
-def in_words(error: OSError, run: Path, out: Path) -> str:
+def describe_failure(error: OSError, run: Path, out: Path) -> str:
     """Explain a failure of the machine: files of the run are gone, or the folder takes none."""
     # What reads safetensors names no file.
     is_read = error.filename is None or Path(error.filename).resolve().is_relative_to(run.resolve())
@@ -53,18 +56,18 @@ def in_words(error: OSError, run: Path, out: Path) -> str:
     return f"{out} cannot be written: {error.strerror or error}; make room there, or name another folder with --out"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moejob_trainer.checkpoint_export")
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--step", type=_step)
+    parser.add_argument("--step", type=_parse_step)
     parser.add_argument("--merge-adapters", action="store_true")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--base", type=Path)
     return parser
 
 
-def _step(text: str) -> int | Best:
+def _parse_step(text: str) -> int | Best:
     return BEST if text == BEST else int(text)
 
 

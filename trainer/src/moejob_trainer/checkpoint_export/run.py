@@ -15,21 +15,21 @@ from moejob_api.contract.pod_environment import read_spec
 from moejob_api.contract.pods import RunFile
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
-from moejob_api.job.evaluations import measure
+from moejob_api.job.evaluations import comparison_measure
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts
-from moejob_trainer.checkpoints.best import best_good
+from moejob_trainer.checkpoints.best import find_best_checkpoint
 from moejob_trainer.checkpoints.names import CHECKPOINTS
-from moejob_trainer.checkpoints.saving import adapter_facts_in
+from moejob_trainer.checkpoints.saving import read_adapter_facts
 from moejob_trainer.checkpoints.verification import (
     FolderState,
-    Found,
+    GoodCheckpoint,
     Refusal,
     VerificationDepth,
-    checked,
-    latest,
-    seen,
+    find_latest_checkpoint,
+    list_step_folders,
+    verify_checkpoint,
 )
 from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.errors import BadConfiguration
@@ -46,21 +46,21 @@ class StoredRun:
 
     spec: Spec
     template: Path
-    checkpoint: Found
+    checkpoint: GoodCheckpoint
 
     @cached_property
-    def shape(self) -> ModelShape:
+    def model_shape(self) -> ModelShape:
         """The model as the job trains it."""
         config = self.template / CONFIG_FILE
         return trained_shape(shape_of(json.loads(config.read_text(encoding="utf-8")), str(config)), self.spec)
 
     @cached_property
-    def adapters(self) -> AdapterFacts:
+    def adapter_facts(self) -> AdapterFacts:
         """The adapters that the checkpoint holds, if any."""
-        return adapter_facts_in(self.checkpoint.path)
+        return read_adapter_facts(self.checkpoint.path)
 
 
-def stored_run(folder: Path, step: int | Best | None = None) -> StoredRun:
+def read_stored_run(folder: Path, step: int | Best | None = None) -> StoredRun:
     """Find the checkpoint of a step, the newest good one unless it is named; BadConfiguration where there is none."""
     spec, template = folder / RunFile.SPEC, folder / RunFile.TEMPLATE
     if not spec.is_file() or not (template / CONFIG_FILE).is_file():
@@ -69,43 +69,47 @@ def stored_run(folder: Path, step: int | Best | None = None) -> StoredRun:
             "its model; name the folder of a run, runs/NAME under moejob run"
         )
     job = read_spec(spec.read_text(encoding="utf-8"))
-    found = _best(folder / CHECKPOINTS, job) if step == BEST else _checkpoint(folder / CHECKPOINTS, step)
-    theirs = found.manifest.facts.state_format
-    if theirs != STATE_FORMAT:
+    checkpoint = (
+        _find_best_checkpoint(folder / CHECKPOINTS, job)
+        if step == BEST
+        else _find_checkpoint(folder / CHECKPOINTS, step)
+    )
+    state_format = checkpoint.manifest.facts.state_format
+    if state_format != STATE_FORMAT:
         raise BadConfiguration(
-            f"{found.path} holds {theirs} and this version reads {STATE_FORMAT}; export it with the version "
+            f"{checkpoint.path} holds {state_format} and this version reads {STATE_FORMAT}; export it with the version "
             "that wrote it"
         )
-    return StoredRun(job, template, found)
+    return StoredRun(job, template, checkpoint)
 
 
-def _best(checkpoints: Path, job: Spec) -> Found:
-    search = best_good(checkpoints, measure(job) or "")
-    if search.found is None:
-        why = "; ".join(map(str, search.refused)) or "checkpoint.keepBest keeps such, and the job has " + (
+def _find_best_checkpoint(checkpoints: Path, job: Spec) -> GoodCheckpoint:
+    search = find_best_checkpoint(checkpoints, comparison_measure(job) or "")
+    if search.checkpoint is None:
+        reason = "; ".join(map(str, search.refusals)) or "checkpoint.keepBest keeps such, and the job has " + (
             "none yet" if job.checkpoint.keep_best else "no such field"
         )
-        raise BadConfiguration(f"{checkpoints} holds no good checkpoint of a best evaluation: {why}; name a step")
-    return search.found
+        raise BadConfiguration(f"{checkpoints} holds no good checkpoint of a best evaluation: {reason}; name a step")
+    return search.checkpoint
 
 
-def _checkpoint(checkpoints: Path, step: int | None) -> Found:
-    there = [one for one in seen(checkpoints) if one.state is FolderState.COMPLETE]
+def _find_checkpoint(checkpoints: Path, step: int | None) -> GoodCheckpoint:
+    complete_folders = [listed for listed in list_step_folders(checkpoints) if listed.state is FolderState.COMPLETE]
     if step is None:
-        search = latest(checkpoints, VerificationDepth.HASHES)
-        if search.found is None:
-            raise BadConfiguration(_nothing_good(checkpoints, search.refused))
-        return search.found
-    named = [one for one in there if one.folder.step == step]
-    if not named:
-        steps = ", ".join(str(one.folder.step) for one in reversed(there)) or "none"
+        search = find_latest_checkpoint(checkpoints, VerificationDepth.HASHES)
+        if search.checkpoint is None:
+            raise BadConfiguration(_no_checkpoint_message(checkpoints, search.refusals))
+        return search.checkpoint
+    folders_of_step = [one for one in complete_folders if one.folder.step == step]
+    if not folders_of_step:
+        steps = ", ".join(str(one.folder.step) for one in reversed(complete_folders)) or "none"
         raise BadConfiguration(f"{checkpoints} holds no complete checkpoint of step {step}; there are: {steps}")
-    outcome = checked(checkpoints / named[0].folder.name, VerificationDepth.HASHES)
+    outcome = verify_checkpoint(checkpoints / folders_of_step[0].folder.name, VerificationDepth.HASHES)
     if isinstance(outcome, Refusal):
         raise BadConfiguration(f"{checkpoints}: {outcome}; name another step")
     return outcome
 
 
-def _nothing_good(checkpoints: Path, refused: tuple[Refusal, ...]) -> str:
-    why = "; ".join(map(str, refused)) or "nothing was ever completed there"
-    return f"{checkpoints} holds no good checkpoint: {why}; a run saves at checkpoint.everySteps and when it ends"
+def _no_checkpoint_message(checkpoints: Path, refusals: tuple[Refusal, ...]) -> str:
+    reason = "; ".join(map(str, refusals)) or "nothing was ever completed there"
+    return f"{checkpoints} holds no good checkpoint: {reason}; a run saves at checkpoint.everySteps and when it ends"

@@ -18,37 +18,37 @@ import torch
 
 from moejob_trainer.checkpoint_export.run import StoredRun
 from moejob_trainer.checkpoint_export.tensors import CheckpointTensors, MergedTensors, PublishedTensors
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, write_adapters
-from moejob_trainer.conversion.families import Table, table
-from moejob_trainer.conversion.gathering import names
-from moejob_trainer.conversion.loading import Source, opened
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, write_adapters
+from moejob_trainer.conversion.families import TensorTable, build_tensor_table
+from moejob_trainer.conversion.gathering import published_names
+from moejob_trainer.conversion.loading import PublishedCheckpoint, open_published_checkpoint
 from moejob_trainer.conversion.model_export import (
     MOST_SHARD_BYTES,
     ExportReport,
-    Target,
+    ExportTarget,
     WrittenFile,
-    complete,
-    file_names,
-    prepare,
-    removed_on_failure,
+    complete_export,
+    prepare_export_folder,
+    remove_on_failure,
+    shard_file_names,
 )
 from moejob_trainer.conversion.safetensors_writer import (
     ShardWriter,
     TensorEntry,
     hashing_threads,
-    planned,
-    shard_writer,
+    open_shard_writer,
+    plan_shards,
     verify,
 )
-from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.model.pretrained import fetch
+from moejob_trainer.model.pretrained import fetch_model
 from moejob_trainer.runtime.disk import Disk, publish_folder
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportOptions:
     """The form of an export. `dtype` None: the job's; `base` None: published weights lie where the job says."""
 
     folder: Path
@@ -67,7 +67,7 @@ class BoundedMemory:
     _changed: Condition = field(default_factory=Condition)
 
     @contextmanager
-    def of(self, needed_bytes: int) -> Iterator[None]:
+    def reserve_bytes(self, needed_bytes: int) -> Iterator[None]:
         """Hold these bytes while the block runs; wait until other threads have released enough."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held_bytes or self._held_bytes + needed_bytes <= self.most_bytes)
@@ -80,70 +80,72 @@ class BoundedMemory:
                 self._changed.notify_all()
 
 
-def export_run(run: StoredRun, wanted: Wanted) -> str:
+def export_run(run: StoredRun, options: ExportOptions) -> str:
     """Export a run's checkpoint; return one line that says what was written."""
-    if wanted.folder.exists():
-        raise BadConfiguration(f"{wanted.folder} exists; name another folder, or remove it")
-    if run.adapters.lora is None and wanted.merge_adapters:
+    if options.folder.exists():
+        raise BadConfiguration(f"{options.folder} exists; name another folder, or remove it")
+    if run.adapter_facts.lora is None and options.merge_adapters:
         raise BadConfiguration(f"{run.checkpoint.path} holds no adapters; leave out --merge-adapters")
-    if run.adapters.lora is not None and not wanted.merge_adapters:
-        return _export_adapters(run, wanted)
-    report = export_model(run, wanted)
+    if run.adapter_facts.lora is not None and not options.merge_adapters:
+        return _export_adapters(run, options)
+    report = export_whole_model(run, options)
     return (
-        f"wrote {wanted.folder}: step {run.checkpoint.folder.step}, {len(report.checksums)} tensors, "
+        f"wrote {options.folder}: step {run.checkpoint.folder.step}, {len(report.checksums)} tensors, "
         f"{report.bytes:,} bytes, each read back and compared"
     )
 
 
-def export_model(run: StoredRun, wanted: Wanted) -> ExportReport:
+def export_whole_model(run: StoredRun, options: ExportOptions) -> ExportReport:
     """Write every tensor of the model, with a few of them in memory, or one that is large."""
-    declared = table(run.shape)
-    tensors = _merged(run, declared, wanted) if run.adapters.lora else _weights(run, declared)
-    dtype = wanted.dtype or getattr(torch, run.spec.model.dtype.value)
-    target = Target(wanted.folder, run.template, dtype, wanted.most_shard_bytes)
-    with removed_on_failure(target.unfinished):
-        report = _write(tensors, declared, target, dtype)
-        publish_folder(Disk(), target.unfinished, target.folder)
+    tensor_table = build_tensor_table(run.model_shape)
+    tensors = (
+        _open_merged_weights(run, tensor_table, options) if run.adapter_facts.lora else _open_weights(run, tensor_table)
+    )
+    dtype = options.dtype or getattr(torch, run.spec.model.dtype.value)
+    target = ExportTarget(options.folder, run.template, dtype, options.most_shard_bytes)
+    with remove_on_failure(target.unfinished_folder):
+        report = _write_model(tensors, tensor_table, target, dtype)
+        publish_folder(Disk(), target.unfinished_folder, target.folder)
     return report
 
 
-def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
-    lora = run.adapters.lora
+def _export_adapters(run: StoredRun, options: ExportOptions) -> str:
+    lora = run.adapter_facts.lora
     if lora is None:
         raise ValueError("the checkpoint holds no adapters")
-    if wanted.dtype is not None:
+    if options.dtype is not None:
         raise BadConfiguration("adapters are written in float32; leave out --dtype, or add --merge-adapters")
-    declared = adapter_table(run.shape, lora)
-    tensors = _weights(run, declared)
-    target = AdapterTarget(wanted.folder, run.spec.model.source, lora)
-    with removed_on_failure(target.unfinished):
+    lora_table = build_adapter_table(run.model_shape, lora)
+    tensors = _open_weights(run, lora_table)
+    target = AdapterTarget(options.folder, run.spec.model.source, lora)
+    with remove_on_failure(target.unfinished_folder):
         write_adapters(
-            {piece.tensor: tensors.tensor(piece, torch.float32) for piece in declared.pieces},
-            declared,
+            {piece.tensor: tensors.tensor(piece, torch.float32) for piece in lora_table.pieces},
+            lora_table,
             target,
         )
-        publish_folder(Disk(), target.unfinished, target.folder, lambda _: True)
+        publish_folder(Disk(), target.unfinished_folder, target.folder, lambda _: True)
     return (
-        f"wrote {wanted.folder}: step {run.checkpoint.folder.step}, the adapters of {run.spec.model.source} for PEFT; "
+        f"wrote {options.folder}: step {run.checkpoint.folder.step}, the adapters of {run.spec.model.source} for PEFT; "
         "--merge-adapters writes the whole model"
     )
 
 
-def _weights(run: StoredRun, declared: Table) -> CheckpointTensors:
-    return CheckpointTensors.open(run.checkpoint.path, declared)
+def _open_weights(run: StoredRun, tensor_table: TensorTable) -> CheckpointTensors:
+    return CheckpointTensors.open(run.checkpoint.path, tensor_table)
 
 
-def _merged(run: StoredRun, declared: Table, wanted: Wanted) -> MergedTensors:
-    facts = run.adapters
+def _open_merged_weights(run: StoredRun, tensor_table: TensorTable, options: ExportOptions) -> MergedTensors:
+    facts = run.adapter_facts
     if facts.lora is None:
         raise ValueError("the checkpoint holds no adapters")
-    weights = _weights(run, declared)
-    adapters = _weights(run, adapter_table(run.shape, facts.lora))
-    base = None if facts.holds_weights else _base(run, declared, wanted)
+    weights = _open_weights(run, tensor_table)
+    adapters = _open_weights(run, build_adapter_table(run.model_shape, facts.lora))
+    base = None if facts.holds_weights else _open_base_weights(run, tensor_table, options)
     return MergedTensors(weights, adapters, facts.lora.alpha / facts.lora.rank, base)
 
 
-def _base(run: StoredRun, declared: Table, wanted: Wanted) -> Source:
+def _open_base_weights(run: StoredRun, tensor_table: TensorTable, options: ExportOptions) -> PublishedCheckpoint:
     """The published weights that the adapters belong to."""
     source = run.spec.model.source
     if source == tiny.TOKENIZER:
@@ -151,38 +153,45 @@ def _base(run: StoredRun, declared: Table, wanted: Wanted) -> Source:
             f"{source} has no published weights to merge adapters with: each run makes its own from its seed; export "
             "the adapters alone"
         )
-    return opened(wanted.base or fetch(run.spec.model, run.template.parent), declared)
+    return open_published_checkpoint(options.base or fetch_model(run.spec.model, run.template.parent), tensor_table)
 
 
-def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: torch.dtype) -> ExportReport:
-    pieces = {name: piece for piece in declared.pieces for name in names(piece, declared)}
-    entries = [TensorEntry(name, piece.shape, _dtype(piece, declared, dtype)) for name, piece in pieces.items()]
-    shards = planned(entries, target.most_shard_bytes)
-    prepare(target, declared.shape, dtype, sum(entry.bytes for entry in entries))
+def _write_model(
+    tensors: PublishedTensors, tensor_table: TensorTable, target: ExportTarget, dtype: torch.dtype
+) -> ExportReport:
+    pieces = {name: piece for piece in tensor_table.pieces for name in published_names(piece, tensor_table)}
+    entries = [
+        TensorEntry(name, piece.shape, _export_dtype(piece, tensor_table, dtype)) for name, piece in pieces.items()
+    ]
+    shards = plan_shards(entries, target.most_shard_bytes)
+    prepare_export_folder(target, tensor_table.shape, dtype, sum(entry.size_bytes for entry in entries))
     # The other half of a shard is for the file that is read back beside this.
     memory = BoundedMemory(target.most_shard_bytes // 2)
-    written, verified = [], []
-    with ThreadPoolExecutor(1, "verify") as behind:
-        for file, of_file in zip(file_names([len(shards)], 0), shards, strict=True):
-            path = target.unfinished / file
+    written_files, verifications = [], []
+    with ThreadPoolExecutor(1, "verify") as verify_pool:
+        for file, file_entries in zip(shard_file_names([len(shards)], 0), shards, strict=True):
+            path = target.unfinished_folder / file
             # Threads end before the file closes, also where one of them fails.
-            with shard_writer(path, of_file) as shard, hashing_threads() as threads:
-                write = partial(_write_one, tensors, memory, shard)
-                begun = {one.name: threads.submit(write, pieces[one.name], one) for one in of_file}
-                checksums = {name: of_tensor.result() for name, of_tensor in begun.items()}
-            verified.append(behind.submit(verify, path, of_file, checksums))
-            written.append(WrittenFile(file, tuple(of_file), checksums))
-        for of_shard in verified:
-            of_shard.result()
-    return complete(declared, target, written)
+            with open_shard_writer(path, file_entries) as shard, hashing_threads() as threads:
+                write = partial(_write_tensor, tensors, memory, shard)
+                checksum_futures = {
+                    tensor_entry.name: threads.submit(write, pieces[tensor_entry.name], tensor_entry)
+                    for tensor_entry in file_entries
+                }
+                checksums = {name: checksum.result() for name, checksum in checksum_futures.items()}
+            verifications.append(verify_pool.submit(verify, path, file_entries, checksums))
+            written_files.append(WrittenFile(file, tuple(file_entries), checksums))
+        for verification in verifications:
+            verification.result()
+    return complete_export(tensor_table, target, written_files)
 
 
-def _write_one(
-    tensors: PublishedTensors, memory: BoundedMemory, shard: ShardWriter, piece: Piece, entry: TensorEntry
+def _write_tensor(
+    tensors: PublishedTensors, memory: BoundedMemory, shard: ShardWriter, piece: TensorPiece, entry: TensorEntry
 ) -> str:
-    with memory.of(prod(entry.shape) * (tensors.bytes_beside + entry.dtype.itemsize)):
+    with memory.reserve_bytes(prod(entry.shape) * (tensors.extra_bytes_per_element + entry.dtype.itemsize)):
         return shard.write(entry.name, tensors.tensor(piece, entry.dtype))
 
 
-def _dtype(piece: Piece, declared: Table, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if declared.by_name[piece.parameter].is_buffer else dtype
+def _export_dtype(piece: TensorPiece, tensor_table: TensorTable, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if tensor_table.by_name[piece.parameter].is_buffer else dtype

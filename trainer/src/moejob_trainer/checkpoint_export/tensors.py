@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.checkpoints.shards import ShardSpec
-from moejob_trainer.conversion.adapters import names_of_pair
-from moejob_trainer.conversion.families import Table
-from moejob_trainer.conversion.loading import Source
-from moejob_trainer.conversion.tensor_table import Piece, sizes
+from moejob_trainer.conversion.adapters import adapter_pair_names
+from moejob_trainer.conversion.families import TensorTable
+from moejob_trainer.conversion.loading import PublishedCheckpoint
+from moejob_trainer.conversion.tensor_table import TensorPiece, slice_lengths
 from moejob_trainer.megatron.stored_shards import ShardFiles, StoredShard, TensorRole, require_shape, shards_in
 from moejob_trainer.runtime.read_ahead import ask
 
@@ -23,10 +23,10 @@ class PublishedTensors(Protocol):
     """The tensors of a model as its family publishes them."""
 
     @property
-    def bytes_beside(self) -> int:
+    def extra_bytes_per_element(self) -> int:
         """The bytes that an element takes while its tensor is made, in addition to the tensor that is returned."""
 
-    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def tensor(self, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
         """Return one whole tensor in this type."""
 
 
@@ -34,37 +34,39 @@ class PublishedTensors(Protocol):
 class CheckpointTensors:
     """The tensors of a checkpoint's weights, each read on request."""
 
-    table: Table
-    stored: Mapping[str, Sequence[StoredShard]]
+    table: TensorTable
+    shards_by_parameter: Mapping[str, Sequence[StoredShard]]
     files: ShardFiles
     # A buffer for some rows, however large the tensor is.
-    bytes_beside: int = 0
+    extra_bytes_per_element: int = 0
 
     @classmethod
-    def open(cls, folder: Path, table: Table) -> CheckpointTensors:
+    def open(cls, folder: Path, table: TensorTable) -> CheckpointTensors:
         """Read the headers of a checkpoint; OtherState where it holds a parameter in another shape."""
-        stored: dict[str, list[StoredShard]] = {}
+        shards_by_parameter: dict[str, list[StoredShard]] = {}
         for path in sorted(folder.glob("state-*.safetensors")):
-            for one in shards_in(folder, path.name):
-                if one.kind is TensorRole.WEIGHT and one.name in table.by_name:
-                    stored.setdefault(one.name, []).append(one)
-        for name, shards in stored.items():
+            for stored_shard in shards_in(folder, path.name):
+                if stored_shard.kind is TensorRole.WEIGHT and stored_shard.name in table.by_name:
+                    shards_by_parameter.setdefault(stored_shard.name, []).append(stored_shard)
+        for name, shards in shards_by_parameter.items():
             require_shape(table.by_name[name], shards, folder)
-        return cls(table, stored, ShardFiles(folder))
+        return cls(table, shards_by_parameter, ShardFiles(folder))
 
-    def holds(self, piece: Piece) -> bool:
+    def has_piece(self, piece: TensorPiece) -> bool:
         """Return whether the checkpoint has the parameter of a tensor: one with adapters may lack it."""
-        return piece.parameter in self.stored
+        return piece.parameter in self.shards_by_parameter
 
-    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def tensor(self, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
         """Return one tensor: stored in float32 if the optimizer updates it, in its own type if it was frozen."""
-        shard = ShardSpec(tuple(part.start for part in piece.region), sizes(piece.region))
-        stored = self.stored.get(piece.parameter, ())
-        for part in self.files.parts(shard, stored):
+        shard = ShardSpec(tuple(part.start for part in piece.region), slice_lengths(piece.region))
+        stored_shards = self.shards_by_parameter.get(piece.parameter, ())
+        for part in self.files.file_parts(shard, stored_shards):
             ask(part)
-        theirs = torch.empty(piece.shape, dtype=dtype)
-        self.files.fill(piece.ours(theirs, piece.region), shard, stored, f"weight of {piece.parameter}")
-        return theirs
+        published = torch.empty(piece.shape, dtype=dtype)
+        self.files.fill_shard(
+            piece.view_as_ours(published, piece.region), shard, stored_shards, f"weight of {piece.parameter}"
+        )
+        return published
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,23 @@ class MergedTensors:
     adapters: CheckpointTensors
     scale: float
     # The published weights, if the checkpoint holds the trained parameters alone.
-    base: Source | None
+    base: PublishedCheckpoint | None
     # The weight, the product and their sum.
-    bytes_beside: int = 3 * torch.float32.itemsize
+    extra_bytes_per_element: int = 3 * torch.float32.itemsize
 
-    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def tensor(self, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
         """Return one tensor with its adapter merged."""
-        weight = self._weight(piece)
-        pair = [self.adapters.table.by_tensor.get(name) for name in names_of_pair(piece.tensor)]
-        a, b = (None if one is None else self.adapters.tensor(one, torch.float32) for one in pair)
+        weight = self._read_weight(piece)
+        pair = [self.adapters.table.by_tensor.get(name) for name in adapter_pair_names(piece.tensor)]
+        a, b = (
+            None if adapter_piece is None else self.adapters.tensor(adapter_piece, torch.float32)
+            for adapter_piece in pair
+        )
         merged = weight if a is None or b is None else weight + self.scale * (b @ a)
         return merged.to(dtype)
 
-    def _weight(self, piece: Piece) -> Tensor:
-        if self.base is None or self.weights.holds(piece):
+    def _read_weight(self, piece: TensorPiece) -> Tensor:
+        if self.base is None or self.weights.has_piece(piece):
             return self.weights.tensor(piece, torch.float32)
-        whole = tuple(slice(0, size) for size in piece.shape)
-        return self.base.checkpoint.read(piece.tensor, whole).float()
+        full_region = tuple(slice(0, size) for size in piece.shape)
+        return self.base.checkpoint.read(piece.tensor, full_region).float()

@@ -21,29 +21,35 @@ A save begins after one step and is committed after a later one, eight calls bel
 from __future__ import annotations
 
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.run import RunFolder, RunOwner, own_run_folder
-from moejob_trainer.checkpoints.store import CheckpointStore, Moment, Saved
-from moejob_trainer.checkpoints.verification import Found, Refusal, Search, VerificationDepth, latest
-from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.checkpoints.run import RunFolder, RunOwner, acquire_run_folder
+from moejob_trainer.checkpoints.store import CheckpointStore, SavedCheckpoint, SaveRequest
+from moejob_trainer.checkpoints.verification import (
+    CheckpointSearch,
+    GoodCheckpoint,
+    Refusal,
+    VerificationDepth,
+    find_latest_checkpoint,
+)
+from moejob_trainer.checkpoints.writer import PendingWrite, StateWriter
 from moejob_trainer.distributed.coordination import Coordinator, SingleRank
 from moejob_trainer.runtime.fencing import FenceToken
 
 __all__ = [
+    "CheckpointSearch",
     "CheckpointStore",
     "Coordinator",
     "FenceToken",
-    "Found",
-    "Moment",
-    "Pending",
+    "GoodCheckpoint",
+    "PendingWrite",
     "Refusal",
     "RunFolder",
     "RunOwner",
-    "Saved",
-    "Search",
+    "SaveRequest",
+    "SavedCheckpoint",
     "SingleRank",
     "StateWriter",
     "StepFolder",
     "VerificationDepth",
-    "latest",
-    "own_run_folder",
+    "acquire_run_folder",
+    "find_latest_checkpoint",
 ]

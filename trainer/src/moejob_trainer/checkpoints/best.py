@@ -7,59 +7,59 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_trainer.checkpoints.manifest import Facts
+from moejob_trainer.checkpoints.manifest import CheckpointFacts
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.policy import best
+from moejob_trainer.checkpoints.policy import best_folders
 from moejob_trainer.checkpoints.verification import (
+    CheckpointSearch,
     FolderState,
-    Found,
+    GoodCheckpoint,
     Refusal,
-    Search,
     VerificationDepth,
-    checked,
-    seen,
+    list_step_folders,
+    verify_checkpoint,
 )
-from moejob_trainer.distributed.coordination import Coordinator, SingleRank, on_first_rank
+from moejob_trainer.distributed.coordination import Coordinator, SingleRank, run_on_first_rank
 from moejob_trainer.errors import BadConfiguration
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranked:
+class _RankedCheckpoints:
     """The checkpoints with an evaluation, best first, and the refusals of checkpoints that could not be read."""
 
     folders: tuple[StepFolder, ...]
     unread: tuple[Refusal, ...]
 
 
-_RANKED = TypeAdapter(_Ranked)
+_RANKED = TypeAdapter(_RankedCheckpoints)
 
 
-def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None) -> Search:
+def find_best_checkpoint(checkpoints: Path, measure: str, ranks: Coordinator | None = None) -> CheckpointSearch:
     """Find the good checkpoint with the best evaluation; report better ones as refused. Every rank calls this."""
     coordinator = ranks or SingleRank()
-    ranked = on_first_rank(coordinator, lambda: _ranked(checkpoints, measure), _RANKED)
+    ranked = run_on_first_rank(coordinator, lambda: _rank_checkpoints(checkpoints, measure), _RANKED)
     # A checkpoint that could not be read may have the best evaluation.
-    refused = [*ranked.unread]
+    refusals = [*ranked.unread]
     for folder in ranked.folders:
-        outcome = checked(checkpoints / folder.name, VerificationDepth.HASHES, coordinator)
-        if isinstance(outcome, Found):
-            return Search(outcome, tuple(refused))
-        refused.append(outcome)
-    return Search(None, tuple(refused))
+        outcome = verify_checkpoint(checkpoints / folder.name, VerificationDepth.HASHES, coordinator)
+        if isinstance(outcome, GoodCheckpoint):
+            return CheckpointSearch(outcome, tuple(refusals))
+        refusals.append(outcome)
+    return CheckpointSearch(None, tuple(refusals))
 
 
-def facts_in(path: Path) -> Facts | Refusal | None:
+def read_facts(path: Path) -> CheckpointFacts | Refusal | None:
     """Return the facts of a checkpoint whose files have their sizes; None if only another version can read it."""
     try:
-        outcome = checked(path, VerificationDepth.SIZES)
+        outcome = verify_checkpoint(path, VerificationDepth.SIZES)
     except BadConfiguration:
         return None
-    return outcome.manifest.facts if isinstance(outcome, Found) else outcome
+    return outcome.manifest.facts if isinstance(outcome, GoodCheckpoint) else outcome
 
 
-def _ranked(checkpoints: Path, measure: str) -> _Ranked:
-    complete = [one.folder for one in seen(checkpoints) if one.state is FolderState.COMPLETE]
-    read = [facts_in(checkpoints / folder.name) for folder in complete]
-    known = [facts for facts in read if isinstance(facts, Facts)]
-    unread = tuple(facts for facts in read if isinstance(facts, Refusal) and facts.is_unread)
-    return _Ranked(tuple(best(known, measure, len(known))), unread)
+def _rank_checkpoints(checkpoints: Path, measure: str) -> _RankedCheckpoints:
+    complete = [listed.folder for listed in list_step_folders(checkpoints) if listed.state is FolderState.COMPLETE]
+    results = [read_facts(checkpoints / folder.name) for folder in complete]
+    readable_facts = [facts for facts in results if isinstance(facts, CheckpointFacts)]
+    unread = tuple(facts for facts in results if isinstance(facts, Refusal) and facts.is_unread)
+    return _RankedCheckpoints(tuple(best_folders(readable_facts, measure, len(readable_facts))), unread)

@@ -20,13 +20,13 @@ from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, StepFo
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
-from moejob_trainer.runtime.read_ahead import blocks
+from moejob_trainer.runtime.read_ahead import read_blocks
 
 FORMAT: Final = 1
 _BLOCK_BYTES = 2**22
 
 
-def _inside(name: str) -> str:
+def _require_inside(name: str) -> str:
     """Refuse a name that leads out of the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name:
@@ -34,7 +34,7 @@ def _inside(name: str) -> str:
     return name
 
 
-FileName = Annotated[str, AfterValidator(_inside)]
+FileName = Annotated[str, AfterValidator(_require_inside)]
 
 
 class HashName(StrEnum):
@@ -58,7 +58,7 @@ class EvaluationFacts(ApiModel):
     value: float
 
 
-class Facts(ApiModel):
+class CheckpointFacts(ApiModel):
     """Facts of the run when it was saved."""
 
     step: Annotated[int, Field(ge=0)]
@@ -82,12 +82,12 @@ class Facts(ApiModel):
         return StepFolder(self.step, FenceToken(self.attempt, self.restart))
 
 
-class Manifest(ApiModel):
+class CheckpointManifest(ApiModel):
     """Everything a checkpoint consists of."""
 
     format: Literal[1] = FORMAT
     hashed_with: HashName = HashName.XXH3_128
-    facts: Facts
+    facts: CheckpointFacts
     files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
 
     @property
@@ -95,83 +95,83 @@ class Manifest(ApiModel):
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
 
-    def content(self) -> bytes:
+    def to_json(self) -> bytes:
         """The manifest as it is written."""
         # Older versions refuse fields that they do not know, so an absent fact is left out.
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode() + b"\n"
 
 
-class Marker(ApiModel):
+class CompletionMarker(ApiModel):
     """The marker of a complete checkpoint, with the hash of its manifest."""
 
     manifest_hash: str
 
-    def content(self) -> bytes:
+    def to_json(self) -> bytes:
         """The marker as it is written."""
         return self.model_dump_json(by_alias=True).encode() + b"\n"
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint whose files differ from those that were committed."""
 
 
-def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[FileEntry]:
+def sync_and_hash_files(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[FileEntry]:
     """Sync the named files and return their sizes and hashes.
 
     Runs on the host that wrote them: the files are in its memory, and only its own sync writes what it holds back.
     """
     volume = disk or Disk()
 
-    def entry(name: str) -> FileEntry:
+    def sync_and_hash_file(name: str) -> FileEntry:
         volume.sync(folder / name)
-        return hashed(folder, name)
+        return hash_file(folder, name)
 
     with ThreadPoolExecutor(volume.reads_at_once) as pool:
-        return list(pool.map(entry, sorted(names)))
+        return list(pool.map(sync_and_hash_file, sorted(names)))
 
 
-def hashed(folder: Path, name: str) -> FileEntry:
+def hash_file(folder: Path, name: str) -> FileEntry:
     """Return the size and hash of one file."""
     digest, size = xxhash.xxh3_128(), 0
-    for block in blocks(folder / name, _BLOCK_BYTES):
+    for block in read_blocks(folder / name, _BLOCK_BYTES):
         digest.update(block)
         size += len(block)
     return FileEntry(name=name, size_bytes=size, hash=digest.hexdigest())
 
 
-def hashed_all(folder: Path, names: Iterable[str]) -> list[FileEntry | OSError]:
+def hash_files(folder: Path, names: Iterable[str]) -> list[FileEntry | OSError]:
     """Return every named file's entry, or the error that reading it raised."""
 
-    def entry(name: str) -> FileEntry | OSError:
+    def hash_or_error(name: str) -> FileEntry | OSError:
         try:
-            return hashed(folder, name)
+            return hash_file(folder, name)
         except OSError as error:
             return error
 
     with ThreadPoolExecutor(Disk.reads_at_once) as pool:
-        return list(pool.map(entry, names))
+        return list(pool.map(hash_or_error, names))
 
 
-def manifest(files: Iterable[FileEntry], facts: Facts) -> Manifest:
+def build_manifest(files: Iterable[FileEntry], facts: CheckpointFacts) -> CheckpointManifest:
     """Return the manifest of a checkpoint with these files, which the ranks have hashed."""
     ordered = tuple(sorted(files, key=lambda entry: entry.name))
     if len({entry.name for entry in ordered}) != len(ordered):
         raise ValueError(f"two ranks say that they wrote the same file: {[entry.name for entry in ordered]}")
-    return Manifest(facts=facts, files=ordered)
+    return CheckpointManifest(facts=facts, files=ordered)
 
 
-def marker(content: bytes) -> Marker:
+def build_marker(content: bytes) -> CompletionMarker:
     """Return the marker that vouches for a manifest of this content."""
-    return Marker(manifest_hash=xxhash.xxh3_128(content).hexdigest())
+    return CompletionMarker(manifest_hash=xxhash.xxh3_128(content).hexdigest())
 
 
-def written_names(folder: Path) -> list[str]:
+def list_state_files(folder: Path) -> list[str]:
     """List every file of the state in the folder and below."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return sorted(name for name in found if name not in OWN_FILES and not name.startswith(TEMPORARY))
+    relative_names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in relative_names if name not in OWN_FILES and not name.startswith(TEMPORARY))
 
 
-def divided(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
+def divide_files(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
     """Deal the files to the ranks, about equally many bytes to each. Every rank computes the same result."""
     shares: list[list[FileEntry]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
@@ -182,13 +182,13 @@ def divided(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
     return shares
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest that the folder's marker vouches for; raise with the reason where they do not match."""
     content = (folder / MANIFEST).read_bytes()
-    if _read_marker((folder / MARKER).read_bytes()) != marker(content):
-        raise Damaged(f"{MANIFEST} is not the one that {MARKER} was written for")
+    if _parse_marker((folder / MARKER).read_bytes()) != build_marker(content):
+        raise DamagedCheckpoint(f"{MANIFEST} is not the one that {MARKER} was written for")
     try:
-        return Manifest.model_validate_json(content)
+        return CheckpointManifest.model_validate_json(content)
     except ValidationError as error:
         # The hash matches, so the file is intact and another version wrote it: do not fall back silently.
         raise BadConfiguration(
@@ -197,8 +197,8 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def _read_marker(content: bytes) -> Marker:
+def _parse_marker(content: bytes) -> CompletionMarker:
     try:
-        return Marker.model_validate_json(content)
+        return CompletionMarker.model_validate_json(content)
     except ValidationError as error:
-        raise Damaged(f"{MARKER} is not a marker: {content[:60]!r}") from error
+        raise DamagedCheckpoint(f"{MARKER} is not a marker: {content[:60]!r}") from error

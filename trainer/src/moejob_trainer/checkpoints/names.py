@@ -35,10 +35,10 @@ class StepFolder:
         return f"step-{self.step}.{self.token.attempt}.{self.token.restart}"
 
 
-def step_folder(name: str) -> StepFolder | None:
+def parse_step_folder(name: str) -> StepFolder | None:
     """Parse the name of a folder; None when no checkpoint has such a name."""
-    matched = _NAME.fullmatch(name)
-    if matched is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    step, attempt, restart = map(int, matched.groups())
+    step, attempt, restart = map(int, match.groups())
     return StepFolder(step, FenceToken(attempt, restart))

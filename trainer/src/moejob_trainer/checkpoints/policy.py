@@ -8,12 +8,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.job.evaluations import falls
+from moejob_api.job.evaluations import is_lower_better
 from moejob_api.job.storage import Checkpoint
-from moejob_api.quantities import readable
-from moejob_trainer.checkpoints.manifest import Facts
+from moejob_api.quantities import readable_bytes
+from moejob_trainer.checkpoints.manifest import CheckpointFacts
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
+from moejob_trainer.checkpoints.verification import FolderState, ListedFolder
 from moejob_trainer.runtime.fencing import FenceToken
 
 DEFAULT_MINUTES = 30.0
@@ -37,54 +37,56 @@ def is_interval_over(step: int, now_seconds: float, policy: Checkpoint, last: La
     return now_seconds - last.at_seconds >= minutes * 60
 
 
-def to_delete(
-    folders: Sequence[SeenFolder], keep: int, own: FenceToken, spared: AbstractSet[StepFolder] = frozenset()
+def folders_to_delete(
+    folders: Sequence[ListedFolder], keep: int, our_token: FenceToken, spared: AbstractSet[StepFolder] = frozenset()
 ) -> list[StepFolder]:
     """Return the folders to delete, oldest first. A later start's folders are left to that start."""
-    complete = sorted((one.folder for one in folders if one.state is FolderState.COMPLETE), reverse=True)
-    kept = {*complete[: max(keep, 1)], *spared}
-    old = (one for one in folders if one.folder not in kept and one.folder.token <= own)
-    return sorted(one.folder for one in old if _is_useless(one, complete, own))
+    complete = sorted((listed.folder for listed in folders if listed.state is FolderState.COMPLETE), reverse=True)
+    kept_folders = {*complete[: max(keep, 1)], *spared}
+    old = (one for one in folders if one.folder not in kept_folders and one.folder.token <= our_token)
+    return sorted(one.folder for one in old if _is_deletable(one, complete, our_token))
 
 
-def best(facts: Iterable[Facts], measure: str, count: int) -> list[StepFolder]:
+def best_folders(facts: Iterable[CheckpointFacts], measure: str, count: int) -> list[StepFolder]:
     """Return the checkpoints with the best evaluations, best first; of equals the earlier step comes first.
 
     A step that two starts saved counts once, as the later start saved it. Evaluations by another measure do not count.
     """
-    of_steps = {one.step: one for one in sorted(facts, key=lambda one: one.folder)}
-    judged = [one for one in of_steps.values() if one.evaluation is not None and one.evaluation.measure == measure]
-    return [one.folder for one in sorted(judged, key=lambda one: (_rank(one), one.step))[:count]]
+    facts_by_step = {facts_of_step.step: facts_of_step for facts_of_step in sorted(facts, key=lambda one: one.folder)}
+    comparable = [
+        one for one in facts_by_step.values() if one.evaluation is not None and one.evaluation.measure == measure
+    ]
+    return [one.folder for one in sorted(comparable, key=lambda one: (_ranking_value(one), one.step))[:count]]
 
 
-def _rank(facts: Facts) -> float:
+def _ranking_value(facts: CheckpointFacts) -> float:
     if facts.evaluation is None:
         return math.inf
-    return facts.evaluation.value if falls(facts.evaluation.measure) else -facts.evaluation.value
+    return facts.evaluation.value if is_lower_better(facts.evaluation.measure) else -facts.evaluation.value
 
 
-def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken) -> bool:
-    match one.state:
+def _is_deletable(listed: ListedFolder, complete: Sequence[StepFolder], our_token: FenceToken) -> bool:
+    match listed.state:
         case FolderState.COMPLETE:
             return True
         case FolderState.PARTIAL:
             # An earlier start's is a remnant; this start's may be the save that is under way.
-            return one.folder.token < own
+            return listed.folder.token < our_token
         case FolderState.UNREAD:
             return False
         case FolderState.REJECTED:
             # Until a complete checkpoint reaches its step, it may be all that is left of these steps.
-            return bool(complete) and complete[0].step >= one.folder.step
+            return bool(complete) and complete[0].step >= listed.folder.step
 
 
 def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) -> str | None:
     """Return the complaint that a checkpoint would not fit, with the fix; None when it fits."""
     if needed_bytes <= free_bytes:
         return None
-    fewer = f"; a lower checkpoint.keep (now {keep}) leaves more" if keep > 1 else ""
+    advice = f"; a lower checkpoint.keep (now {keep}) leaves more" if keep > 1 else ""
     return (
-        f"a checkpoint takes {readable(needed_bytes)} and {path} has {readable(free_bytes)} left; "
-        f"free {readable(needed_bytes - free_bytes)} on the volume, or make it so much larger{fewer}"
+        f"a checkpoint takes {readable_bytes(needed_bytes)} and {path} has {readable_bytes(free_bytes)} left; "
+        f"free {readable_bytes(needed_bytes - free_bytes)} on the volume, or make it so much larger{advice}"
     )
 
 
@@ -93,8 +95,9 @@ def start_complaint(free_bytes: int, checkpoint_bytes: int, export_bytes: int, p
     needed_bytes = checkpoint_bytes + export_bytes
     if needed_bytes <= free_bytes:
         return None
-    export = f" and the export {readable(export_bytes)}" if export_bytes else ""
+    export = f" and the export {readable_bytes(export_bytes)}" if export_bytes else ""
     return (
-        f"a checkpoint takes {readable(checkpoint_bytes)}{export}, and {path} has {readable(free_bytes)} left; free "
-        f"{readable(needed_bytes - free_bytes)} on the volume, or make it so much larger"
+        f"a checkpoint takes {readable_bytes(checkpoint_bytes)}{export}, and {path} has {readable_bytes(free_bytes)} "
+        "left; free "
+        f"{readable_bytes(needed_bytes - free_bytes)} on the volume, or make it so much larger"
     )

@@ -12,8 +12,14 @@ from pydantic import ValidationError
 
 from moejob_api.contract import pods
 from moejob_trainer.checkpoints.commit import require_ours
-from moejob_trainer.checkpoints.names import CHECKPOINTS, step_folder
-from moejob_trainer.checkpoints.verification import Found, Refusal, VerificationDepth, checked, latest
+from moejob_trainer.checkpoints.names import CHECKPOINTS, parse_step_folder
+from moejob_trainer.checkpoints.verification import (
+    GoodCheckpoint,
+    Refusal,
+    VerificationDepth,
+    find_latest_checkpoint,
+    verify_checkpoint,
+)
 from moejob_trainer.distributed.coordination import Coordinator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
@@ -41,19 +47,19 @@ class RunFolder:
         """The folder of all step folders."""
         return self.folder / CHECKPOINTS
 
-    def require_ours(self, does: str) -> None:
+    def require_ours(self, action: str) -> None:
         """Raise Superseded unless the run is still this process's."""
-        require_ours(self.is_ours, self.token, does)
+        require_ours(self.is_ours, self.token, action)
 
 
-def own_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> None:
+def acquire_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> None:
     """Make this job the owner of the folder, or raise BadConfiguration when another job is. Idempotent."""
     volume = disk or Disk()
     volume.make_folder(folder)
-    written = folder / RUN
-    if not written.exists():
-        _write_owner(volume, written, run)
-    owner = _owner(written)
+    owner_file = folder / RUN
+    if not owner_file.exists():
+        _write_owner(volume, owner_file, run)
+    owner = _read_run_owner(owner_file)
     if owner.uid != run.uid:
         raise BadConfiguration(
             f"{folder} belongs to job {owner.job} (uid {owner.uid}), not to job {run.job} (uid {run.uid}), and two "
@@ -62,78 +68,80 @@ def own_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> Non
         )
 
 
-def _write_owner(volume: Disk, written: Path, run: RunOwner) -> None:
+def _write_owner(volume: Disk, owner_file: Path, run: RunOwner) -> None:
     # Of two jobs that start at once, one fails to link; a rename would take the folder from the other.
-    temporary = written.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
+    temporary = owner_file.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
     volume.write(temporary, run.model_dump_json(by_alias=True).encode() + b"\n")
     volume.sync(temporary)
     try:
-        volume.link(temporary, written)
-        volume.sync(written.parent)
+        volume.link(temporary, owner_file)
+        volume.sync(owner_file.parent)
     except FileExistsError:
         pass
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        volume.rename(temporary, written)
-        volume.sync(written.parent)
+        volume.rename(temporary, owner_file)
+        volume.sync(owner_file.parent)
     finally:
         volume.remove(temporary)
 
 
-def _owner(written: Path) -> RunOwner:
-    content = written.read_bytes()
+def _read_run_owner(owner_file: Path) -> RunOwner:
+    content = owner_file.read_bytes()
     try:
         return RunOwner.model_validate_json(content)
     except ValidationError as error:
         raise BadConfiguration(
-            f"{written} does not say whose run this is ({content[:60]!r}); put it right or move the folder away"
+            f"{owner_file} does not say whose run this is ({content[:60]!r}); put it right or move the folder away"
         ) from error
 
 
-def other_run(resume_from: str, folder: Path, claims: Path = Path(pods.Path.CLAIMS)) -> Path:
+def resume_folder(resume_from: str, folder: Path, claims: Path = Path(pods.PodPath.CLAIMS)) -> Path:
     """Return the folder that checkpoint.resumeFrom names: a job's beside ours, or pvc://claim/path. Pure."""
     if resume_from.startswith(_SCHEME):
-        named = claims / resume_from.removeprefix(_SCHEME)
+        source = claims / resume_from.removeprefix(_SCHEME)
     else:
-        named = folder.parent / resume_from
-    if named in (folder, folder / CHECKPOINTS):
+        source = folder.parent / resume_from
+    if source in (folder, folder / CHECKPOINTS):
         raise BadConfiguration(
             f"checkpoint.resumeFrom {resume_from} is this job itself, which resumes from its own checkpoints anyway; "
             "name another job or leave it out"
         )
-    return named
+    return source
 
 
-def folder_of_run(named: Path) -> Path:
+def folder_of_run(source: Path) -> Path:
     """Return the run folder of a path that checkpoint.resumeFrom may name: a run, its checkpoints or one. Pure."""
-    if step_folder(named.name) is not None:
-        return named.parent.parent
-    return named.parent if named.name == CHECKPOINTS else named
+    if parse_step_folder(source.name) is not None:
+        return source.parent.parent
+    return source.parent if source.name == CHECKPOINTS else source
 
 
-def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
+def find_resume_checkpoint(resume_from: str, source: Path, ranks: Coordinator) -> GoodCheckpoint:
     """Find the good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
-    if step_folder(named.name) is not None:
-        outcome = checked(named, VerificationDepth.HASHES, ranks)
-        refused: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()
-        found = outcome if isinstance(outcome, Found) else None
+    if parse_step_folder(source.name) is not None:
+        outcome = verify_checkpoint(source, VerificationDepth.HASHES, ranks)
+        refusals: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()
+        checkpoint = outcome if isinstance(outcome, GoodCheckpoint) else None
     else:
-        search = latest(named if named.name == CHECKPOINTS else named / CHECKPOINTS, VerificationDepth.HASHES, ranks)
-        found, refused = search.found, search.refused
-    if any(refusal.is_unread for refusal in refused):
-        raise TransientFailure(
-            f"checkpoint.resumeFrom {resume_from} names {named}, where checkpoints cannot be read now: "
-            f"{'; '.join(map(str, refused))}; the next start tries again, or name the folder of another step"
+        search = find_latest_checkpoint(
+            source if source.name == CHECKPOINTS else source / CHECKPOINTS, VerificationDepth.HASHES, ranks
         )
-    if found is None:
-        raise BadConfiguration(_nothing_good(resume_from, named, refused))
-    return found
+        checkpoint, refusals = search.checkpoint, search.refusals
+    if any(refusal.is_unread for refusal in refusals):
+        raise TransientFailure(
+            f"checkpoint.resumeFrom {resume_from} names {source}, where checkpoints cannot be read now: "
+            f"{'; '.join(map(str, refusals))}; the next start tries again, or name the folder of another step"
+        )
+    if checkpoint is None:
+        raise BadConfiguration(_no_checkpoint_message(resume_from, source, refusals))
+    return checkpoint
 
 
-def _nothing_good(resume_from: str, named: Path, refused: tuple[Refusal, ...]) -> str:
-    problem = f"checkpoint.resumeFrom {resume_from} names {named}, where there is no good checkpoint"
+def _no_checkpoint_message(resume_from: str, source: Path, refusals: tuple[Refusal, ...]) -> str:
+    problem = f"checkpoint.resumeFrom {resume_from} names {source}, where there is no good checkpoint"
     fix = "name a job that has saved, a run folder or a step folder on a volume that this job mounts"
-    if refused:
-        return f"{problem}: {'; '.join(map(str, refused))}; {fix}"
+    if refusals:
+        return f"{problem}: {'; '.join(map(str, refusals))}; {fix}"
     return f"{problem}: nothing was ever completed there; {fix}"

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from moejob_api.contract.pods import RunPhase
-from moejob_api.job.storage import Resume
+from moejob_api.job.storage import ResumeMode
 from moejob_api.layout.sizes import Layout
-from moejob_trainer.checkpoints import CheckpointStore, Found, Moment, Pending
+from moejob_trainer.checkpoints import CheckpointStore, GoodCheckpoint, PendingWrite, SaveRequest
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refuse_other_adapters
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
@@ -44,7 +44,7 @@ class ModelState(Protocol):
     def prepare(self) -> None:
         """Begin to take the memory that saves need, once the tensors to write are known."""
 
-    def begin(self, folder: Path) -> Pending:
+    def start_writing(self, folder: Path) -> PendingWrite:
         """Begin to write this rank's part."""
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
@@ -78,11 +78,11 @@ class GlooCoordinator:
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
         """Every rank's value, at rank 0."""
-        return messages.gather(value, kind, self.group) or []
+        return messages.gather_values(value, kind, self.group) or []
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
         """Rank 0's value, on every rank."""
-        return messages.broadcast(value, kind, self.group)
+        return messages.broadcast_value(value, kind, self.group)
 
 
 class Evaluations(Protocol):
@@ -92,7 +92,7 @@ class Evaluations(Protocol):
     def measure(self) -> str:
         """The number by which evaluations are compared."""
 
-    def kept(self, step: int) -> EvaluationScore | None:
+    def kept_score(self, step: int) -> EvaluationScore | None:
         """Return the score of the evaluation after a step; None where its checkpoint is not among the best."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -113,15 +113,15 @@ class RunWriter:
     is_first: bool
     step: int = 0
 
-    def go_on_from(self, theirs: AdapterFacts) -> None:
+    def continue_from(self, resumed_facts: AdapterFacts) -> None:
         """Save frozen weights only where the resumed state holds them; otherwise the published model has them."""
-        self.adapter_facts = self.adapter_facts.model_copy(update={"holds_weights": theirs.holds_weights})
-        if not theirs.holds_weights:
+        self.adapter_facts = self.adapter_facts.model_copy(update={"holds_weights": resumed_facts.holds_weights})
+        if not resumed_facts.holds_weights:
             self.state.leave_published()
 
-    def begin(self, folder: Path) -> Pending:
+    def start_writing(self, folder: Path) -> PendingWrite:
         """Begin to write this rank's part."""
-        pending = self.state.begin(folder)
+        pending = self.state.start_writing(folder)
         if not self.is_first:
             return pending
         entry = {
@@ -132,21 +132,21 @@ class RunWriter:
             "adapted": self.adapter_facts.model_dump(mode="json", by_alias=True),
         }
         Disk().write(folder / _COUNTERS, json.dumps(entry).encode() + b"\n")
-        return _WithCounters(pending)
+        return _PendingWithCounters(pending)
 
 
 @dataclass(frozen=True, slots=True)
-class _WithCounters:
-    tensors: Pending
+class _PendingWithCounters:
+    tensors: PendingWrite
 
     @property
     def waited_seconds(self) -> float:
         """The seconds that training has waited for the tensors."""
         return self.tensors.waited_seconds
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the tensors are written; the counters already are."""
-        return self.tensors.finished()
+        return self.tensors.is_finished()
 
     def names(self) -> Sequence[str]:
         """The files that rank 0 wrote."""
@@ -174,36 +174,36 @@ class RunCheckpoints:
     writer: RunWriter
     state: StateFacts
     heartbeat: Heartbeat
-    begun: Callable[[], None] | None = None
+    on_fresh_start: Callable[[], None] | None = None
 
     def restore(self) -> int:
         """Resume from the newest good checkpoint of this run or another, or begin with the weights of another one's.
 
         Returns the steps that are done.
         """
-        self.heartbeat.enter(RunPhase.RESTORING)
-        done = self._restore()
+        self.heartbeat.enter_phase(RunPhase.RESTORING)
+        completed_steps = self._restore()
         self.writer.state.prepare()
-        self.heartbeat.enter(RunPhase.FIRST_STEP)
-        return done
+        self.heartbeat.enter_phase(RunPhase.FIRST_STEP)
+        return completed_steps
 
     def _restore(self) -> int:
-        found = self.store.start()
-        if found is None:
+        checkpoint = self.store.start()
+        if checkpoint is None:
             self.store.require_room(self.state.expected_bytes, self.state.export_bytes)
-            if self.begun is not None:
-                self.begun()
+            if self.on_fresh_start is not None:
+                self.on_fresh_start()
             return 0
-        self._refuse_other_format(found)
-        is_own = found.manifest.facts.job_uid == self.store.place.run.uid
-        entry = _counters_in(found.path)
-        theirs = _adapter_facts(entry)
-        goes_on = is_own or self.store.policy.resume is Resume.RUN
+        self._refuse_other_format(checkpoint)
+        is_own = checkpoint.manifest.facts.job_uid == self.store.run_folder.run.uid
+        entry = _read_counters(checkpoint.path)
+        stored_facts = _parse_adapter_facts(entry)
+        continues_run = is_own or self.store.policy.resume is ResumeMode.RUN
         if not is_own:
-            refuse_other_adapters(theirs, self.writer.adapter_facts, found.path, goes_on=goes_on)
-        self.writer.go_on_from(theirs)
-        self.writer.state.read(found.path, weights_only=not goes_on)
-        if not goes_on:
+            refuse_other_adapters(stored_facts, self.writer.adapter_facts, checkpoint.path, continues_run=continues_run)
+        self.writer.continue_from(stored_facts)
+        self.writer.state.read(checkpoint.path, weights_only=not continues_run)
+        if not continues_run:
             return 0
         # Another job's best checkpoints lie in its own folder. A state of an older version has no order.
         if is_own and "evaluations" in entry:
@@ -224,12 +224,12 @@ class RunCheckpoints:
         """Save the run after this step; in the background if the job says so."""
         with working_heartbeat(self.heartbeat, step):
             self.writer.step = step
-            self.store.save(self._moment(step), self.state.expected_bytes)
+            self.store.save(self._save_request(step), self.state.expected_bytes)
 
-    def _moment(self, step: int) -> Moment:
+    def _save_request(self, step: int) -> SaveRequest:
         evaluations = self.writer.evaluations
-        score = evaluations.kept(step)
-        return Moment(
+        score = evaluations.kept_score(step)
+        return SaveRequest(
             step=step,
             state_format=self.state.format,
             layout={name: int(size) for name, size in asdict(self.state.layout).items()},
@@ -240,44 +240,45 @@ class RunCheckpoints:
 
     def finish(self) -> None:
         """Wait for the save that is under way: it would end with the process."""
-        self.heartbeat.enter(RunPhase.FINISHING)
+        self.heartbeat.enter_phase(RunPhase.FINISHING)
         self.store.wait()
 
-    def take_best(self) -> None:
+    def load_best_weights(self) -> None:
         """Load the weights of the best checkpoint, if the job keeps best ones; keep the last weights if none is good.
 
         Training is over: the optimizer and the data cursor stay as they are.
         """
-        self.heartbeat.enter(RunPhase.EXPORTING)
-        search = self.store.best()
-        for refusal in search.refused:
+        self.heartbeat.enter_phase(RunPhase.EXPORTING)
+        search = self.store.find_best()
+        for refusal in search.refusals:
             log.warning("best checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})
-        if search.found is not None and search.found.folder.step != self.store.last_step:
-            log.info("the weights are those of the best checkpoint", extra={"step": search.found.folder.step})
-            self.writer.state.read(search.found.path, weights_only=True)
+        if search.checkpoint is not None and search.checkpoint.folder.step != self.store.last_step:
+            log.info("the weights are those of the best checkpoint", extra={"step": search.checkpoint.folder.step})
+            self.writer.state.read(search.checkpoint.path, weights_only=True)
 
-    def _refuse_other_format(self, found: Found) -> None:
-        theirs = found.manifest.facts.state_format
-        if theirs != self.state.format:
+    def _refuse_other_format(self, checkpoint: GoodCheckpoint) -> None:
+        stored_format = checkpoint.manifest.facts.state_format
+        if stored_format != self.state.format:
             raise BadConfiguration(
-                f"{found.path} holds {theirs} and this job reads {self.state.format}; start from its Hugging Face "
+                f"{checkpoint.path} holds {stored_format} and this job reads {self.state.format}; start from its "
+                "Hugging Face "
                 "export by spec.model.source instead of checkpoint.resumeFrom"
             )
 
 
-def adapter_facts_in(checkpoint: Path) -> AdapterFacts:
+def read_adapter_facts(checkpoint: Path) -> AdapterFacts:
     """Return the facts about adapters in the folder of a checkpoint."""
-    return _adapter_facts(_counters_in(checkpoint))
+    return _parse_adapter_facts(_read_counters(checkpoint))
 
 
-def _counters_in(checkpoint: Path) -> Any:
+def _read_counters(checkpoint: Path) -> Any:
     return json.loads((checkpoint / _COUNTERS).read_text(encoding="utf-8"))
 
 
-def _adapter_facts(counters: Mapping[str, Any]) -> AdapterFacts:
+def _parse_adapter_facts(counters: Mapping[str, Any]) -> AdapterFacts:
     return AdapterFacts.model_validate_json(json.dumps(counters["adapted"]))
 
 
-def background() -> ThreadPoolExecutor:
+def background_writer() -> ThreadPoolExecutor:
     """Return one thread that writes files while training continues."""
     return ThreadPoolExecutor(1, "state")

@@ -21,18 +21,18 @@ class ShardSpec:
     size: Axes
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         """The number of its elements."""
         return math.prod(self.size)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def index_slices(self) -> tuple[slice, ...]:
         """The part, to index the tensor with."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
-    def moved(self, by: Sequence[int]) -> ShardSpec:
+    def shift_by(self, offsets: Sequence[int]) -> ShardSpec:
         """The same part, seen from elsewhere."""
-        return ShardSpec(tuple(start + step for start, step in zip(self.start, by, strict=True)), self.size)
+        return ShardSpec(tuple(start + step for start, step in zip(self.start, offsets, strict=True)), self.size)
 
     def overlap(self, other: ShardSpec) -> ShardSpec | None:
         """Return the part that both hold."""
@@ -57,19 +57,19 @@ def shards_of_range(shape: Axes, start: int, stop: int) -> Iterator[ShardSpec]:
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and not (start % row == 0 and stop % row == 0):
-        yield from _inside(first, shape, start - first * row, stop - first * row)
+        yield from _shards_of_row(first, shape, start - first * row, stop - first * row)
         return
     whole_from = first if start % row == 0 else first + 1
     whole_to = stop // row
     if start % row:
-        yield from _inside(first, shape, start % row, row)
+        yield from _shards_of_row(first, shape, start % row, row)
     if whole_from < whole_to:
         yield ShardSpec((whole_from, *[0] * (len(shape) - 1)), (whole_to - whole_from, *shape[1:]))
     if stop % row:
-        yield from _inside(whole_to, shape, 0, stop % row)
+        yield from _shards_of_row(whole_to, shape, 0, stop % row)
 
 
-def _inside(index: int, shape: Axes, start: int, stop: int) -> Iterator[ShardSpec]:
+def _shards_of_row(index: int, shape: Axes, start: int, stop: int) -> Iterator[ShardSpec]:
     """A range inside one row of the first axis."""
     for shard in shards_of_range(shape[1:], start, stop):
         yield ShardSpec((index, *shard.start), (1, *shard.size))

@@ -17,27 +17,39 @@ from pydantic import TypeAdapter
 
 from moejob_api.contract.pods import RunFile
 from moejob_api.job.storage import Checkpoint
-from moejob_trainer.checkpoints.best import best_good
-from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
-from moejob_trainer.checkpoints.commit import commit
-from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
+from moejob_trainer.checkpoints.best import find_best_checkpoint
+from moejob_trainer.checkpoints.cleaning import Retention, apply_retention, reject_damaged_checkpoints
+from moejob_trainer.checkpoints.commit import commit_checkpoint
+from moejob_trainer.checkpoints.manifest import (
+    CheckpointFacts,
+    EvaluationFacts,
+    FileEntry,
+    build_manifest,
+    list_state_files,
+    sync_and_hash_files,
+)
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_interval_over, room_complaint, start_complaint
-from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
+from moejob_trainer.checkpoints.run import RunFolder, acquire_run_folder, find_resume_checkpoint, resume_folder
 from moejob_trainer.checkpoints.unread import retry_unread
-from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
-from moejob_trainer.checkpoints.writer import Pending, StateWriter
-from moejob_trainer.distributed.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
+from moejob_trainer.checkpoints.verification import (
+    CheckpointSearch,
+    GoodCheckpoint,
+    VerificationDepth,
+    find_latest_checkpoint,
+)
+from moejob_trainer.checkpoints.writer import PendingWrite, StateWriter
+from moejob_trainer.distributed.coordination import Coordinator, is_true_everywhere, run_on_all_ranks, run_on_first_rank
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.runtime.disk import Disk, explained, remove_tree
+from moejob_trainer.runtime.disk import Disk, explain_failure, remove_tree
 
 _POLL_SECONDS = 0.02
 _ENTRIES = TypeAdapter(list[FileEntry])
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SaveRequest:
     """The run at the moment of a save. Facts describes each field."""
 
     step: int
@@ -49,7 +61,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint that was committed, and what it cost."""
 
     folder: StepFolder
@@ -61,18 +73,18 @@ class Saved:
 
 
 @dataclass(slots=True)
-class _Saving:
+class _SaveInProgress:
     """A save that is under way."""
 
-    facts: Facts
+    facts: CheckpointFacts
     path: Path
-    pending: Pending
+    pending: PendingWrite
     called_seconds: float
     stalled_seconds: float
     hashing: Future[list[FileEntry]] | None = None
 
 
-def _worker() -> Executor:
+def _start_worker() -> Executor:
     return ThreadPoolExecutor(1, "checkpoints")
 
 
@@ -80,21 +92,21 @@ def _worker() -> Executor:
 class CheckpointStore:
     """One rank's access to the run's checkpoints. At most one save is under way at any time."""
 
-    place: RunFolder
+    run_folder: RunFolder
     policy: Checkpoint
     ranks: Coordinator
     writer: StateWriter
     disk: Disk = field(default_factory=Disk)
     clock: Callable[[], float] = time.monotonic
     # Hashes and deletes one after the other, while training continues.
-    background: Executor = field(default_factory=_worker)
+    background: Executor = field(default_factory=_start_worker)
     # The number of an evaluation by which checkpoints are the best.
     measure: str = ""
     # The last save that was committed, by a poll or by a wait.
-    last: Saved | None = None
-    _start: LastSave = field(default_factory=lambda: LastSave(0, 0.0))
-    _newest: StepFolder | None = None
-    _saving: _Saving | None = None
+    last_saved: SavedCheckpoint | None = None
+    _last_save: LastSave = field(default_factory=lambda: LastSave(0, 0.0))
+    _newest_folder: StepFolder | None = None
+    _current_save: _SaveInProgress | None = None
     _size_bytes: int | None = None
     _cleaning: Future[None] | None = None
     _passed_over: frozenset[StepFolder] = frozenset()
@@ -102,199 +114,209 @@ class CheckpointStore:
     @property
     def last_step(self) -> int | None:
         """The step of the newest complete checkpoint of this run."""
-        return None if self._newest is None else self._newest.step
+        return None if self._newest_folder is None else self._newest_folder.step
 
-    def start(self) -> Found | None:
+    def start(self) -> GoodCheckpoint | None:
         """Take the folder, clean it, and find the checkpoint to resume from; None if the run starts from its model."""
-        on_first_rank(self.ranks, self._open, NOTHING)
-        search = latest(self.place.checkpoints, VerificationDepth.HASHES, self.ranks)
-        on_first_rank(self.ranks, lambda: set_aside(self.place, search, self.disk), NOTHING)
-        self._passed_over = frozenset(refusal.folder for refusal in search.refused if refusal.is_unread)
-        self._begin_from(search.found)
-        if search.found is not None or self.policy.resume_from is None:
-            return search.found
-        return resumed(self.policy.resume_from, other_run(self.policy.resume_from, self.place.folder), self.ranks)
+        run_on_first_rank(self.ranks, self._open_run_folder, NOTHING)
+        search = find_latest_checkpoint(self.run_folder.checkpoints, VerificationDepth.HASHES, self.ranks)
+        run_on_first_rank(self.ranks, lambda: reject_damaged_checkpoints(self.run_folder, search, self.disk), NOTHING)
+        self._passed_over = frozenset(refusal.folder for refusal in search.refusals if refusal.is_unread)
+        self._record_start(search.checkpoint)
+        if search.checkpoint is not None or self.policy.resume_from is None:
+            return search.checkpoint
+        return find_resume_checkpoint(
+            self.policy.resume_from, resume_folder(self.policy.resume_from, self.run_folder.folder), self.ranks
+        )
 
     def require_room(self, checkpoint_bytes: int, export_bytes: int) -> None:
         """Refuse a run that could not save once, before its first step. Every rank calls this."""
-        on_first_rank(self.ranks, lambda: self._refuse_little_room(checkpoint_bytes, export_bytes), NOTHING)
+        run_on_first_rank(self.ranks, lambda: self._refuse_little_room(checkpoint_bytes, export_bytes), NOTHING)
 
     def needs_save(self, step: int) -> bool:
         """Return whether to save the state after this step. Every rank asks; the clock of rank 0 decides."""
         if self.policy.every_steps is not None:
-            return is_interval_over(step, 0.0, self.policy, self._start)
+            return is_interval_over(step, 0.0, self.policy, self._last_save)
 
-        def by_this_clock() -> bool:
-            return is_interval_over(step, self.clock(), self.policy, self._start)
+        def is_interval_over_now() -> bool:
+            return is_interval_over(step, self.clock(), self.policy, self._last_save)
 
-        return on_first_rank(self.ranks, by_this_clock, BOOLEAN)
+        return run_on_first_rank(self.ranks, is_interval_over_now, BOOLEAN)
 
-    def save(self, moment: Moment, expected_bytes: int | None = None) -> Saved | None:
+    def save(self, request: SaveRequest, expected_bytes: int | None = None) -> SavedCheckpoint | None:
         """Save: in the background if the job says so, otherwise wait until the save is committed or has failed.
 
         A save that is still under way is finished first. `expected_bytes` is used until a save has been measured.
         """
-        called = self.clock()
+        requested_seconds = self.clock()
         self.wait()
-        if self._newest is not None and moment.step <= self._newest.step:
+        if self._newest_folder is not None and request.step <= self._newest_folder.step:
             return None
-        facts = self._facts(moment)
-        path = self.place.checkpoints / facts.folder.name
+        facts = self._build_facts(request)
+        path = self.run_folder.checkpoints / facts.folder.name
         needed_bytes = self._size_bytes or expected_bytes or 0
-        on_first_rank(self.ranks, lambda: self._make_room(path, needed_bytes), NOTHING)
-        pending = self._begun(path)
-        self._start = LastSave(moment.step, called)
-        self._saving = _Saving(facts, path, pending, called, stalled_seconds=self.clock() - called)
+        run_on_first_rank(self.ranks, lambda: self._make_room(path, needed_bytes), NOTHING)
+        pending = self._start_write(path)
+        self._last_save = LastSave(request.step, requested_seconds)
+        self._current_save = _SaveInProgress(
+            facts, path, pending, requested_seconds, stalled_seconds=self.clock() - requested_seconds
+        )
         return None if self.policy.asynchronous else self.wait()
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SavedCheckpoint | None:
         """Move a background save on without waiting, and commit it once it is written. Every rank calls this."""
-        saving, called = self._take_saving(), self.clock()
+        saving, started_seconds = self._take_current_save(), self.clock()
         if saving is None:
             return None
         hashing = self._finished_hashing(saving)
         if hashing is not None:
-            return self._commit(saving, hashing, called)
-        saving.stalled_seconds += self.clock() - called
-        self._saving = saving
+            return self._commit_save(saving, hashing, started_seconds)
+        saving.stalled_seconds += self.clock() - started_seconds
+        self._current_save = saving
         return None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """Finish the save that is under way, if any: before another one, and before the process ends."""
-        saving, called = self._take_saving(), self.clock()
+        saving, started_seconds = self._take_current_save(), self.clock()
         if saving is None:
             return None
         while (hashing := self._finished_hashing(saving)) is None:
             time.sleep(_POLL_SECONDS)
-        return self._commit(saving, hashing, called)
+        return self._commit_save(saving, hashing, started_seconds)
 
-    def best(self) -> Search:
+    def find_best(self) -> CheckpointSearch:
         """Find the good checkpoint with the best evaluation, if the job keeps best ones. Every rank calls this."""
         if self.policy.keep_best is None:
-            return Search(None)
-        search = best_good(self.place.checkpoints, self.measure, self.ranks)
-        if any(refusal.is_unread for refusal in search.refused):
-            on_first_rank(self.ranks, lambda: retry_unread(self.place, search, self.disk), NOTHING)
+            return CheckpointSearch(None)
+        search = find_best_checkpoint(self.run_folder.checkpoints, self.measure, self.ranks)
+        if any(refusal.is_unread for refusal in search.refusals):
+            run_on_first_rank(self.ranks, lambda: retry_unread(self.run_folder, search, self.disk), NOTHING)
         return search
 
     # --- at the start ---
 
-    def _open(self) -> None:
-        with explained("opening the run folder", self.place.folder):
-            self.place.require_ours("opens the run")
-            own_run_folder(self.place.folder, self.place.run, self.disk)
+    def _open_run_folder(self) -> None:
+        with explain_failure("opening the run folder", self.run_folder.folder):
+            self.run_folder.require_ours("opens the run")
+            acquire_run_folder(self.run_folder.folder, self.run_folder.run, self.disk)
             # The pods of other jobs that resume from here share the volume's group.
-            self.disk.make_folder(self.place.checkpoints, mode=0o750)
-            self.disk.sync(self.place.folder)
+            self.disk.make_folder(self.run_folder.checkpoints, mode=0o750)
+            self.disk.sync(self.run_folder.folder)
 
     def _refuse_little_room(self, checkpoint_bytes: int, export_bytes: int) -> None:
-        with explained("looking for room", self.place.folder):
-            free_bytes = self.disk.free_bytes(self.place.checkpoints)
-        if complaint := start_complaint(free_bytes, checkpoint_bytes, export_bytes, self.place.folder):
+        with explain_failure("looking for room", self.run_folder.folder):
+            free_bytes = self.disk.free_bytes(self.run_folder.checkpoints)
+        if complaint := start_complaint(free_bytes, checkpoint_bytes, export_bytes, self.run_folder.folder):
             raise BadConfiguration(complaint)
 
-    def _begin_from(self, found: Found | None) -> None:
-        self._start = LastSave(0 if found is None else found.folder.step, self.clock())
-        if found is not None:
-            self._newest, self._size_bytes = found.folder, found.manifest.size_bytes
-        self._clean_up()
+    def _record_start(self, checkpoint: GoodCheckpoint | None) -> None:
+        self._last_save = LastSave(0 if checkpoint is None else checkpoint.folder.step, self.clock())
+        if checkpoint is not None:
+            self._newest_folder, self._size_bytes = checkpoint.folder, checkpoint.manifest.size_bytes
+        self._start_cleaning()
 
     # --- saving ---
 
-    def _facts(self, moment: Moment) -> Facts:
-        token, uid = self.place.token, self.place.run.uid
-        return Facts(attempt=token.attempt, restart=token.restart, job_uid=uid, **asdict(moment))
+    def _build_facts(self, request: SaveRequest) -> CheckpointFacts:
+        token, uid = self.run_folder.token, self.run_folder.run.uid
+        return CheckpointFacts(attempt=token.attempt, restart=token.restart, job_uid=uid, **asdict(request))
 
     def _make_room(self, path: Path, needed_bytes: int) -> None:
-        with explained("making room for a checkpoint", path):
-            self.place.require_ours("saves")
+        with explain_failure("making room for a checkpoint", path):
+            self.run_folder.require_ours("saves")
             if self._cleaning is not None:
                 self._cleaning.result()
             remove_tree(self.disk, path)
             free_bytes = self.disk.free_bytes(path.parent)
-            if complaint := room_complaint(free_bytes, needed_bytes, self.policy.keep, self.place.folder):
+            if complaint := room_complaint(free_bytes, needed_bytes, self.policy.keep, self.run_folder.folder):
                 raise BadConfiguration(complaint)
             self.disk.make_folder(path)
 
-    def _begun(self, path: Path) -> Pending:
-        begun: list[Pending] = []
+    def _start_write(self, path: Path) -> PendingWrite:
+        pending_writes: list[PendingWrite] = []
 
-        def begin() -> None:
-            with self._explained("saving", path):
-                begun.append(self.writer.begin(path))
+        def start_write() -> None:
+            with self._explain_failures("saving", path):
+                pending_writes.append(self.writer.start_writing(path))
 
-        on_all_ranks(self.ranks, begin, NOTHING)
-        return begun[0]
+        run_on_all_ranks(self.ranks, start_write, NOTHING)
+        return pending_writes[0]
 
     @contextmanager
-    def _explained(self, doing: str, path: Path) -> Iterator[None]:
+    def _explain_failures(self, doing: str, path: Path) -> Iterator[None]:
         try:
-            with explained(doing, path):
+            with explain_failure(doing, path):
                 yield
         except (BadConfiguration, TransientFailure):
             # A newer attempt removes this one's files: that is the cause, whatever the volume reports.
-            self.place.require_ours("saves")
+            self.run_folder.require_ours("saves")
             raise
 
-    def _take_saving(self) -> _Saving | None:
+    def _take_current_save(self) -> _SaveInProgress | None:
         """Take out the save that is under way: one that fails from here on is not tried again."""
-        saving, self._saving = self._saving, None
+        saving, self._current_save = self._current_save, None
         return saving
 
-    def _finished_hashing(self, saving: _Saving) -> Future[list[FileEntry]] | None:
+    def _finished_hashing(self, saving: _SaveInProgress) -> Future[list[FileEntry]] | None:
         """Return the hashes of this rank's files once every rank has its own; until then start the next part of it."""
         if saving.hashing is None:
             if not self._is_written(saving):
                 return None
-            saving.hashing = self.background.submit(self._own_entries, saving)
-        return saving.hashing if all_agree(self.ranks, saving.hashing.done()) else None
+            saving.hashing = self.background.submit(self._hash_own_files, saving)
+        return saving.hashing if is_true_everywhere(self.ranks, saving.hashing.done()) else None
 
-    def _is_written(self, saving: _Saving) -> bool:
-        def finished() -> bool:
-            with self._explained("saving", saving.path):
-                return saving.pending.finished()
+    def _is_written(self, saving: _SaveInProgress) -> bool:
+        def is_finished() -> bool:
+            with self._explain_failures("saving", saving.path):
+                return saving.pending.is_finished()
 
-        everyones = on_all_ranks(self.ranks, finished, BOOLEAN)
-        return self.ranks.broadcast(all(everyones), BOOLEAN)
+        are_finished = run_on_all_ranks(self.ranks, is_finished, BOOLEAN)
+        return self.ranks.broadcast(all(are_finished), BOOLEAN)
 
-    def _own_entries(self, saving: _Saving) -> list[FileEntry]:
-        with explained("reading back what was saved", saving.path):
-            return entries(saving.path, saving.pending.names(), self.disk)
+    def _hash_own_files(self, saving: _SaveInProgress) -> list[FileEntry]:
+        with explain_failure("reading back what was saved", saving.path):
+            return sync_and_hash_files(saving.path, saving.pending.names(), self.disk)
 
-    def _commit(self, saving: _Saving, hashing: Future[list[FileEntry]], called: float) -> Saved:
+    def _commit_save(
+        self, saving: _SaveInProgress, hashing: Future[list[FileEntry]], started_seconds: float
+    ) -> SavedCheckpoint:
         # First: if a newer attempt has removed these files, the ranks must say so instead of failing to read them.
-        on_first_rank(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"), NOTHING)
-        parts = on_all_ranks(self.ranks, hashing.result, _ENTRIES)
+        run_on_first_rank(self.ranks, lambda: self.run_folder.require_ours(f"commits {saving.path.name}"), NOTHING)
+        parts = run_on_all_ranks(self.ranks, hashing.result, _ENTRIES)
 
         def commit_all() -> int:
-            named = [entry for part in parts for entry in part]
-            with explained("committing a checkpoint", saving.path):
+            rank_entries = [entry for part in parts for entry in part]
+            with explain_failure("committing a checkpoint", saving.path):
                 self._sync_step_log()
-                others = set(written_names(saving.path)) - {entry.name for entry in named}
-                complete = manifest([*named, *entries(saving.path, others, self.disk)], saving.facts)
-                commit(saving.path, complete, self.place.is_ours, self.disk)
-            return complete.size_bytes
+                unclaimed_names = set(list_state_files(saving.path)) - {entry.name for entry in rank_entries}
+                full_manifest = build_manifest(
+                    [*rank_entries, *sync_and_hash_files(saving.path, unclaimed_names, self.disk)], saving.facts
+                )
+                commit_checkpoint(saving.path, full_manifest, self.run_folder.is_ours, self.disk)
+            return full_manifest.size_bytes
 
-        size_bytes = on_first_rank(self.ranks, commit_all, INTEGER)
-        saving.stalled_seconds += self.clock() - called
-        return self._note(saving, size_bytes)
+        size_bytes = run_on_first_rank(self.ranks, commit_all, INTEGER)
+        saving.stalled_seconds += self.clock() - started_seconds
+        return self._record_save(saving, size_bytes)
 
-    def _note(self, saving: _Saving, size_bytes: int) -> Saved:
+    def _record_save(self, saving: _SaveInProgress, size_bytes: int) -> SavedCheckpoint:
         folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
-        self._newest, self._size_bytes = folder, size_bytes
-        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds)
-        self._clean_up()
-        return self.last
+        self._newest_folder, self._size_bytes = folder, size_bytes
+        self.last_saved = SavedCheckpoint(
+            folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds
+        )
+        self._start_cleaning()
+        return self.last_saved
 
     def _sync_step_log(self) -> None:
         """Sync the log of steps: a durable checkpoint must not outlive the lines of its steps."""
-        path = self.place.folder / RunFile.STEPS
+        path = self.run_folder.folder / RunFile.STEPS
         if path.exists():
             self.disk.sync(path)
             self.disk.sync(path.parent)
 
-    def _clean_up(self) -> None:
+    def _start_cleaning(self) -> None:
         if self.ranks.rank == 0:
             self._cleaning = self.background.submit(
-                clean, self.place, Retention(self.policy, self.measure, self._passed_over), self.disk
+                apply_retention, self.run_folder, Retention(self.policy, self.measure, self._passed_over), self.disk
             )

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Pending(Protocol):
+class PendingWrite(Protocol):
     """One rank's part of a save that is under way."""
 
     @property
     def waited_seconds(self) -> float:
         """The seconds that training has waited for it between the calls."""
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether this rank has written everything; raises what failed. Every rank asks equally often."""
 
     def names(self) -> Sequence[str]:
@@ -24,5 +24,5 @@ class Pending(Protocol):
 class StateWriter(Protocol):
     """Writes the state of the run, each rank its part, without any rank waiting for a file longer than it must."""
 
-    def begin(self, folder: Path) -> Pending:
+    def start_writing(self, folder: Path) -> PendingWrite:
         """Start writing into the folder, which exists and is empty. Every rank calls this."""

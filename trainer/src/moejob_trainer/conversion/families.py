@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from moejob_api.models.reader import refused
+from moejob_api.models.reader import model_error
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.problems import Rule
-from moejob_trainer.conversion.tensor_table import Piece, Stacking, TensorRule, pieces
-from moejob_trainer.model.parameters import Parameter, parameters
+from moejob_trainer.conversion.tensor_table import ExpertStacking, TensorPiece, TensorRule, pieces_of_rule
+from moejob_trainer.model.parameters import Parameter, model_parameters
 
 _MODEL = (
     TensorRule("embedding.weight", "v h", "model.embed_tokens.weight", "v h"),
@@ -58,7 +58,7 @@ _MTP = (
 )
 
 
-def _gated(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+def _gated_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     return (
         TensorRule(f"{ours}.gate_up.weight", "0 f h", f"{theirs}.gate_proj.weight", "f h"),
         TensorRule(f"{ours}.gate_up.weight", "1 f h", f"{theirs}.up_proj.weight", "f h"),
@@ -69,7 +69,7 @@ def _gated(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     )
 
 
-def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+def _expert_rules(theirs: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
     return (
         TensorRule("moe.experts.gate_up", "e 0 f h", f"{theirs}.{{e}}.{gate}.weight", "f h"),
         TensorRule("moe.experts.gate_up", "e 1 f h", f"{theirs}.{{e}}.{up}.weight", "f h"),
@@ -77,20 +77,20 @@ def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorRule, ..
     )
 
 
-_DENSE = (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_gated("mlp", "mlp"))
+_DENSE = (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_gated_rules("mlp", "mlp"))
 _ROUTER = (TensorRule("moe.router.weight", "e h", "mlp.gate.weight", "e h"),)
-_EXPERTS = (*_ROUTER, *_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+_EXPERTS = (*_ROUTER, *_expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj"))
 _MIXTRAL = (
     TensorRule("moe.router.weight", "e h", "block_sparse_moe.gate.weight", "e h"),
-    *_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+    *_expert_rules("block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 _GATED_SHARED = (
-    *_gated("moe.shared", "mlp.shared_expert"),
+    *_gated_rules("moe.shared", "mlp.shared_expert"),
     TensorRule("moe.shared_gate.weight", "o h", "mlp.shared_expert_gate.weight", "o h"),
 )
 _DEEPSEEK_EXPERTS = (
     *_EXPERTS,
-    *_gated("moe.shared", "mlp.shared_experts"),
+    *_gated_rules("moe.shared", "mlp.shared_experts"),
     TensorRule("moe.router.selection_bias", "e", "mlp.gate.e_score_correction_bias", "e"),
 )
 # All experts in one tensor, with inputs first, and gate and up in turns.
@@ -102,7 +102,7 @@ _GPT_OSS = (
     TensorRule("moe.experts.down", "e h f", "mlp.experts.down_proj", "e f h"),
     TensorRule("moe.experts.down_bias", "e h", "mlp.experts.down_proj_bias", "e h"),
 )
-_DEEPSEEK = (*_MODEL, *_NORMS, *_LATENT_ATTENTION, *_gated("mlp", "mlp"), *_DEEPSEEK_EXPERTS)
+_DEEPSEEK = (*_MODEL, *_NORMS, *_LATENT_ATTENTION, *_gated_rules("mlp", "mlp"), *_DEEPSEEK_EXPERTS)
 
 ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.LLAMA: _DENSE,
@@ -119,22 +119,22 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TensorCopy:
     """A published tensor that repeats another one. Files may lack it; our exports have it where `is_written`."""
 
     tensor: str
-    of: str
+    original: str
     is_written: bool
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """All pieces of one model."""
 
     shape: ModelShape
     parameters: tuple[Parameter, ...]
-    pieces: tuple[Piece, ...]
-    copies: tuple[Copy, ...]
+    pieces: tuple[TensorPiece, ...]
+    copies: tuple[TensorCopy, ...]
 
     @cached_property
     def by_name(self) -> Mapping[str, Parameter]:
@@ -142,39 +142,41 @@ class Table:
         return {parameter.name: parameter for parameter in self.parameters}
 
     @cached_property
-    def by_parameter(self) -> Mapping[str, tuple[Piece, ...]]:
+    def by_parameter(self) -> Mapping[str, tuple[TensorPiece, ...]]:
         """The pieces that fill each parameter."""
-        filled: dict[str, list[Piece]] = {}
+        filled: dict[str, list[TensorPiece]] = {}
         for piece in self.pieces:
             filled.setdefault(piece.parameter, []).append(piece)
-        return {name: tuple(found) for name, found in filled.items()}
+        return {name: tuple(parameter_pieces) for name, parameter_pieces in filled.items()}
 
     @cached_property
-    def by_tensor(self) -> Mapping[str, Piece]:
+    def by_tensor(self) -> Mapping[str, TensorPiece]:
         """The piece of each of their tensors."""
         return {piece.tensor: piece for piece in self.pieces}
 
 
-def table(shape: ModelShape, stacking: Stacking | None = None) -> Table:
+def build_tensor_table(shape: ModelShape, stacking: ExpertStacking | None = None) -> TensorTable:
     """Build the table of a model, with single experts or stacks of them; InvalidSpec for a family without a table."""
     if shape.family not in ROWS:
-        known = ", ".join(ROWS)
-        raise refused(Rule.MODEL_FAMILY, f"weights of {shape.family} cannot be converted; use one of {known}")
-    declared = parameters(shape)
-    found = tuple(piece for parameter in declared for piece in _pieces(shape, parameter, stacking))
-    return Table(shape, declared, found, tuple(_copies(shape)))
+        families = ", ".join(ROWS)
+        raise model_error(Rule.MODEL_FAMILY, f"weights of {shape.family} cannot be converted; use one of {families}")
+    declared = model_parameters(shape)
+    all_pieces = tuple(piece for parameter in declared for piece in _pieces_of_parameter(shape, parameter, stacking))
+    return TensorTable(shape, declared, all_pieces, tuple(_tensor_copies(shape)))
 
 
-def _pieces(shape: ModelShape, parameter: Parameter, stacking: Stacking | None) -> Iterator[Piece]:
-    prefix, suffix = located(parameter.name, len(shape.layers))
+def _pieces_of_parameter(
+    shape: ModelShape, parameter: Parameter, stacking: ExpertStacking | None
+) -> Iterator[TensorPiece]:
+    prefix, suffix = split_parameter_name(parameter.name, len(shape.layers))
     rows = [row for row in ROWS[shape.family] if row.parameter == suffix]
     if not rows:
         raise ValueError(f"no row of {shape.family} fills {parameter.name}")
     for row in rows:
-        yield from pieces(row, parameter, prefix + row.tensor, shape.vocabulary, stacking)
+        yield from pieces_of_rule(row, parameter, prefix + row.tensor, shape.vocabulary, stacking)
 
 
-def located(name: str, layers: int) -> tuple[str, str]:
+def split_parameter_name(name: str, layers: int) -> tuple[str, str]:
     """Return a parameter's prefix in their files, and its name in the rows. MTP comes after the last layer there."""
     match name.split("."):
         case ["layers", index, *rest]:
@@ -187,12 +189,12 @@ def located(name: str, layers: int) -> tuple[str, str]:
             return "", name
 
 
-def _copies(shape: ModelShape) -> Iterator[Copy]:
+def _tensor_copies(shape: ModelShape) -> Iterator[TensorCopy]:
     embedding = "model.embed_tokens.weight"
     output = embedding if shape.tied_embeddings else "lm_head.weight"
     if shape.tied_embeddings:
-        yield Copy("lm_head.weight", embedding, is_written=False)
+        yield TensorCopy("lm_head.weight", embedding, is_written=False)
     # Engines look for the embedding and the output projection of an MTP module beside its layer.
     for index in range(len(shape.layers), len(shape.layers) + len(shape.mtp_layers)):
-        yield Copy(f"model.layers.{index}.embed_tokens.weight", embedding, is_written=True)
-        yield Copy(f"model.layers.{index}.shared_head.head.weight", output, is_written=True)
+        yield TensorCopy(f"model.layers.{index}.embed_tokens.weight", embedding, is_written=True)
+        yield TensorCopy(f"model.layers.{index}.shared_head.head.weight", output, is_written=True)

@@ -14,183 +14,191 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from moejob_api.layout.ranks import ParallelGroup
-from moejob_trainer.conversion.families import Table
-from moejob_trainer.conversion.groups import ModelGroups, gather_block, members
-from moejob_trainer.conversion.tensor_table import Piece, within
+from moejob_trainer.conversion.families import TensorTable
+from moejob_trainer.conversion.groups import ModelGroups, gather_block, group_ranks
+from moejob_trainer.conversion.tensor_table import TensorPiece, relative_slices
 from moejob_trainer.distributed import messages
-from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, division, local_shape, local_slices
+from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, divided_axes, local_shape, local_slices
 
 # The ranks that hold a piece: one in each group that divides the piece's parameter but not the piece.
 Home = tuple[tuple[ParallelGroup, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class AssemblyRecipe:
     """Recipe for putting one piece together in a layout; `gathered` are the axes on which it lies on several ranks."""
 
     gathered: tuple[tuple[int, ParallelGroup], ...]
     home: Home
 
-    def is_held(self, place: Coordinates) -> bool:
+    def is_held(self, coordinates: Coordinates) -> bool:
         """Return whether a rank holds a part of it."""
-        return all(place.within(group)[0] == rank for group, rank in self.home)
+        return all(coordinates.rank_and_size(group)[0] == rank for group, rank in self.home)
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldPieces:
     """The pieces that a rank could assemble, and the first rank of each of its groups."""
 
     leads: frozenset[tuple[str, Home]]
     first: Mapping[ParallelGroup, int]
 
 
-_HOLDING = TypeAdapter(Holding)
+_HOLDING = TypeAdapter(HeldPieces)
 
 
 @dataclass(frozen=True)
 class TensorGathering:
     """An agreement of all ranks about the rank that assembles each piece."""
 
-    table: Table
+    table: TensorTable
     groups: ModelGroups
     state: Mapping[str, Tensor]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldPieces, ...]
 
-    def pieces(self) -> Iterator[tuple[Piece, Assembly]]:
+    def local_pieces(self) -> Iterator[tuple[TensorPiece, AssemblyRecipe]]:
         """Yield the pieces this rank helps to assemble, in an order that all ranks share: any other would deadlock."""
-        owners = _owners(self.holdings)
-        for parameter in self.held():
-            yield from self._pieces_of(parameter, owners)
+        owners = _owner_ranks(self.holdings)
+        for parameter in self.held_parameters():
+            yield from self._pieces_of_parameter(parameter, owners)
 
-    def owned(self) -> tuple[Piece, ...]:
+    def owned_pieces(self) -> tuple[TensorPiece, ...]:
         """The pieces that this rank puts together."""
-        return tuple(piece for piece, how in self.pieces() if self._leader(how) == self.groups.rank)
+        return tuple(piece for piece, recipe in self.local_pieces() if self._leading_rank(recipe) == self.groups.rank)
 
-    def tensors(self) -> Iterator[tuple[Piece, Tensor]]:
+    def tensors(self) -> Iterator[tuple[TensorPiece, Tensor]]:
         """Each piece this rank owns, as Hugging Face has it. All ranks must run it to its end together."""
-        return ((piece, tensor) for piece, tensor in self.every() if tensor is not None)
+        return ((piece, tensor) for piece, tensor in self.all_pieces() if tensor is not None)
 
-    def every(self) -> Iterator[tuple[Piece, Tensor | None]]:
+    def all_pieces(self) -> Iterator[tuple[TensorPiece, Tensor | None]]:
         """Yield every piece of the model, in an order that all ranks share, with its tensor on the rank that owns it.
 
         All ranks must run it to its end together.
         """
-        owners = _owners(self.holdings)
+        owners = _owner_ranks(self.holdings)
         for parameter in self.table.parameters:
             # A weight may be assembled when it is read, by all replicas: each reads it, whichever owns its pieces.
             weight = self.state[parameter.name].detach() if parameter.name in self.state else None
             if weight is not None:
                 _require_shape(parameter, weight, self.groups.coordinates)
             for piece in self.table.by_parameter[parameter.name]:
-                yield piece, None if weight is None else self._owned(piece, weight, owners)
+                yield piece, None if weight is None else self._assemble_if_owned(piece, weight, owners)
 
-    def held(self) -> Iterator[Parameter]:
+    def held_parameters(self) -> Iterator[Parameter]:
         """The parameters of which this rank holds a part."""
         return (parameter for parameter in self.table.parameters if parameter.name in self.state)
 
-    def _pieces_of(
+    def _pieces_of_parameter(
         self, parameter: Parameter, owners: Mapping[tuple[str, Home], int]
-    ) -> Iterator[tuple[Piece, Assembly]]:
-        place = self.groups.coordinates
+    ) -> Iterator[tuple[TensorPiece, AssemblyRecipe]]:
+        coordinates = self.groups.coordinates
         for piece in self.table.by_parameter[parameter.name]:
-            how = assembly(piece, parameter, place)
-            if how.is_held(place) and self._leader(how) == owners[parameter.name, how.home]:
-                yield piece, how
+            recipe = assembly_recipe(piece, parameter, coordinates)
+            if recipe.is_held(coordinates) and self._leading_rank(recipe) == owners[parameter.name, recipe.home]:
+                yield piece, recipe
 
-    def _leader(self, how: Assembly) -> int:
+    def _leading_rank(self, recipe: AssemblyRecipe) -> int:
         rank = self.groups.rank
-        for _, group in how.gathered:
+        for _, group in recipe.gathered:
             rank = self.holdings[rank].first[group]
         return rank
 
-    def _owned(self, piece: Piece, weight: Tensor, owners: Mapping[tuple[str, Home], int]) -> Tensor | None:
-        how = assembly(piece, self.table.by_name[piece.parameter], self.groups.coordinates)
-        if not how.is_held(self.groups.coordinates) or self._leader(how) != owners[piece.parameter, how.home]:
+    def _assemble_if_owned(
+        self, piece: TensorPiece, weight: Tensor, owners: Mapping[tuple[str, Home], int]
+    ) -> Tensor | None:
+        recipe = assembly_recipe(piece, self.table.by_name[piece.parameter], self.groups.coordinates)
+        if (
+            not recipe.is_held(self.groups.coordinates)
+            or self._leading_rank(recipe) != owners[piece.parameter, recipe.home]
+        ):
             return None
-        return self._whole(piece, how, weight)
+        return self._assemble_piece(piece, recipe, weight)
 
-    def _whole(self, piece: Piece, how: Assembly, weight: Tensor) -> Tensor | None:
-        held = local_slices(self.table.by_name[piece.parameter], self.groups.coordinates)
-        axes = {axis for axis, _ in how.gathered}
+    def _assemble_piece(self, piece: TensorPiece, recipe: AssemblyRecipe, weight: Tensor) -> Tensor | None:
+        held_slices = local_slices(self.table.by_name[piece.parameter], self.groups.coordinates)
+        axes = {axis for axis, _ in recipe.gathered}
         reach = tuple(
-            mine if axis in axes else theirs for axis, (mine, theirs) in enumerate(zip(held, piece.region, strict=True))
+            held_axis if axis in axes else piece_axis
+            for axis, (held_axis, piece_axis) in enumerate(zip(held_slices, piece.region, strict=True))
         )
-        block: Tensor | None = weight[within(reach, held)]
-        for axis, group in how.gathered:
-            block = None if block is None else gather_block(block, axis, self.groups.over(group))
-        return None if block is None else piece.theirs(block[_rest(piece, axes)])
+        block: Tensor | None = weight[relative_slices(reach, held_slices)]
+        for axis, group in recipe.gathered:
+            block = None if block is None else gather_block(block, axis, self.groups.process_group(group))
+        return None if block is None else piece.view_as_theirs(block[_remaining_slices(piece, axes)])
 
 
-def plan_gathering(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> TensorGathering:
+def plan_gathering(state: Mapping[str, Tensor], table: TensorTable, groups: ModelGroups) -> TensorGathering:
     """Exchange what every rank holds; ValueError on all ranks where no rank holds a parameter."""
-    place = groups.coordinates
-    holdings = messages.all_gather(_holding(state, table, groups), _HOLDING, groups.world)
+    coordinates = groups.coordinates
+    holdings = messages.all_gather_values(_list_held_pieces(state, table, groups), _HOLDING, groups.world)
     gathering = TensorGathering(table, groups, state, tuple(holdings))
-    owners = _owners(gathering.holdings)
-    homeless = {
+    owners = _owner_ranks(gathering.holdings)
+    ownerless = {
         parameter.name
         for parameter in table.parameters
         for piece in table.by_parameter[parameter.name]
-        if (parameter.name, assembly(piece, parameter, place).home) not in owners
+        if (parameter.name, assembly_recipe(piece, parameter, coordinates).home) not in owners
     }
-    if homeless:
-        raise ValueError(f"no rank holds all of {', '.join(sorted(homeless))}")
+    if ownerless:
+        raise ValueError(f"no rank holds all of {', '.join(sorted(ownerless))}")
     return gathering
 
 
-def _require_shape(parameter: Parameter, tensor: Tensor, place: Coordinates) -> None:
-    expected = local_shape(parameter, place)
+def _require_shape(parameter: Parameter, tensor: Tensor, coordinates: Coordinates) -> None:
+    expected = local_shape(parameter, coordinates)
     if tuple(tensor.shape) != expected:
-        raise ValueError(f"{parameter.name} is {tuple(tensor.shape)}; {place} holds {expected}")
+        raise ValueError(f"{parameter.name} is {tuple(tensor.shape)}; {coordinates} holds {expected}")
 
 
 def hugging_face_tensors(
-    state: Mapping[str, Tensor], table: Table, groups: ModelGroups
+    state: Mapping[str, Tensor], table: TensorTable, groups: ModelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the published model, whole and one at a time, named as in its files.
 
     `state` are a rank's tensors by our global names. Every rank gets all names and shapes in one order, but values only
     for tensors that it owns: the others are on the meta device. All ranks must run this to its end.
     """
-    for piece, tensor in plan_gathering(state, table, groups).every():
-        for name in names(piece, table):
+    for piece, tensor in plan_gathering(state, table, groups).all_pieces():
+        for name in published_names(piece, table):
             yield name, torch.empty(piece.shape, device="meta") if tensor is None else tensor
 
 
-def names(piece: Piece, table: Table) -> tuple[str, ...]:
+def published_names(piece: TensorPiece, table: TensorTable) -> tuple[str, ...]:
     """Return the names of a piece in files: its own, and those of its copies that are written."""
-    copies = (copy.tensor for copy in table.copies if copy.of == piece.tensor and copy.is_written)
+    copies = (copy.tensor for copy in table.copies if copy.original == piece.tensor and copy.is_written)
     return (piece.tensor, *copies)
 
 
-def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
+def assembly_recipe(piece: TensorPiece, parameter: Parameter, coordinates: Coordinates) -> AssemblyRecipe:
     """Return the assembly of a piece: the same on all ranks, because it depends on sizes alone."""
     several: list[tuple[int, ParallelGroup]] = []
     home: list[tuple[ParallelGroup, int]] = []
-    for axis, group in division(parameter, place):
-        part = parameter.shape[axis] // place.within(group)[1]
+    for axis, group in divided_axes(parameter, coordinates):
+        part = parameter.shape[axis] // coordinates.rank_and_size(group)[1]
         first, last = piece.region[axis].start // part, (piece.region[axis].stop - 1) // part
         if first == last:
             home.append((group, first))
         else:
             several.append((axis, group))
-    return Assembly(tuple(several), tuple(home))
+    return AssemblyRecipe(tuple(several), tuple(home))
 
 
-def _holding(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Holding:
-    place = groups.coordinates
+def _list_held_pieces(state: Mapping[str, Tensor], table: TensorTable, groups: ModelGroups) -> HeldPieces:
+    coordinates = groups.coordinates
     leads = {
-        (name, how.home)
+        (name, recipe.home)
         for name in state
         for piece in table.by_parameter[name]
-        if (how := assembly(piece, table.by_name[name], place)).is_held(place)
-        and all(place.within(group)[0] == 0 for _, group in how.gathered)
+        if (recipe := assembly_recipe(piece, table.by_name[name], coordinates)).is_held(coordinates)
+        and all(coordinates.rank_and_size(group)[0] == 0 for _, group in recipe.gathered)
     }
     divisions = (ParallelGroup.TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR)
-    return Holding(frozenset(leads), {group: members(groups.over(group), groups.rank)[0] for group in divisions})
+    return HeldPieces(
+        frozenset(leads), {group: group_ranks(groups.process_group(group), groups.rank)[0] for group in divisions}
+    )
 
 
-def _owners(holdings: tuple[Holding, ...]) -> dict[tuple[str, Home], int]:
+def _owner_ranks(holdings: tuple[HeldPieces, ...]) -> dict[tuple[str, Home], int]:
     owners: dict[tuple[str, Home], int] = {}
     for rank, holding in enumerate(holdings):
         for lead in holding.leads:
@@ -198,6 +206,6 @@ def _owners(holdings: tuple[Holding, ...]) -> dict[tuple[str, Home], int]:
     return owners
 
 
-def _rest(piece: Piece, axes: set[int]) -> Slices:
+def _remaining_slices(piece: TensorPiece, axes: set[int]) -> Slices:
     """Return the slices to cut a gathered block to: they leave out rows beyond the vocabulary."""
     return tuple(part if axis in axes else slice(None) for axis, part in enumerate(piece.region))

@@ -29,17 +29,17 @@ class ModelGroups:
     def coordinates(self) -> Coordinates:
         """The coordinates of this rank in them."""
         return Coordinates(
-            *_place(self.tensor),
-            *_place(self.expert),
-            *_place(self.expert_tensor),
+            *_rank_and_size(self.tensor),
+            *_rank_and_size(self.expert),
+            *_rank_and_size(self.expert_tensor),
         )
 
     @property
     def rank(self) -> int:
         """This rank among all."""
-        return _place(self.world)[0]
+        return _rank_and_size(self.world)[0]
 
-    def over(self, group: ParallelGroup) -> ProcessGroup | None:
+    def process_group(self, group: ParallelGroup) -> ProcessGroup | None:
         """The group that divides parameters in this way."""
         return {
             ParallelGroup.TENSOR: self.tensor,
@@ -48,16 +48,16 @@ class ModelGroups:
         }[group]
 
 
-def members(group: ProcessGroup | None, alone: int) -> tuple[int, ...]:
+def group_ranks(group: ProcessGroup | None, fallback_rank: int) -> tuple[int, ...]:
     """Return the ranks of a group in order; this rank alone where there is no group."""
-    return (alone,) if group is None else tuple(dist.get_process_group_ranks(group))
+    return (fallback_rank,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def gather_block(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor | None:
     """The blocks of all ranks of a group side by side on its first rank; None on the others."""
     if group is None:
         return block
-    rank, size = _place(group)
+    rank, size = _rank_and_size(group)
     block = block.contiguous()
     # All ranks hold equal parts of the axis, so this rank's block has the shape of every other.
     blocks = [torch.empty_like(block) for _ in range(size)] if rank == 0 else None
@@ -65,5 +65,5 @@ def gather_block(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor
     return None if blocks is None else torch.cat(blocks, dim=axis)
 
 
-def _place(group: ProcessGroup | None) -> tuple[int, int]:
+def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moejob_api.models.reader import WHERE
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_trainer.conversion.checkpoint import listed, unusable
-from moejob_trainer.conversion.families import Copy, Table
-from moejob_trainer.conversion.quantized import TensorSource, readable
-from moejob_trainer.conversion.tensor_table import Piece, sizes, within
+from moejob_trainer.conversion.checkpoint import join_names, unusable_checkpoint
+from moejob_trainer.conversion.families import TensorCopy, TensorTable
+from moejob_trainer.conversion.quantized import TensorSource, open_tensor_source
+from moejob_trainer.conversion.tensor_table import TensorPiece, relative_slices, slice_lengths
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
 
 _READABLE = {"F64", "F32", "F16", "BF16"}
@@ -27,141 +27,171 @@ _ITS_CONFIG = "use the config.json that was published with it"
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedCheckpoint:
     """A checkpoint that fits a model. `left_out` are tensors of MTP modules that this model does not have."""
 
     checkpoint: TensorSource
-    table: Table
+    table: TensorTable
     left_out: tuple[str, ...]
 
-    def read(self, parameter: Parameter, held: Slices) -> Tensor:
+    def read_parameter(self, parameter: Parameter, held_region: Slices) -> Tensor:
         """A part of one of our parameters, in the type it is stored in; rows beyond the vocabulary are zero."""
-        parts = list(self._parts(parameter, held))
-        whole = torch.zeros(sizes(held), dtype=parts[0][1].dtype if parts else torch.float32)
-        for place, part in parts:
-            whole[place] = part
-        return whole
+        parts = list(self._stored_parts(parameter, held_region))
+        tensor = torch.zeros(slice_lengths(held_region), dtype=parts[0][1].dtype if parts else torch.float32)
+        for target_slices, part in parts:
+            tensor[target_slices] = part
+        return tensor
 
-    def fill(self, target: Tensor, parameter: Parameter, held: Slices) -> None:
+    def fill_tensor(self, target: Tensor, parameter: Parameter, held_region: Slices) -> None:
         """Read a part into an existing tensor, with a part of one published tensor in memory at a time."""
         with torch.no_grad():
-            if sizes(held) != _filled(self.table.by_parameter[parameter.name], held):
+            if slice_lengths(held_region) != _filled_sizes(self.table.by_parameter[parameter.name], held_region):
                 target.zero_()
-            for place, part in self._parts(parameter, held):
-                target[place].copy_(part)
+            for target_slices, part in self._stored_parts(parameter, held_region):
+                target[target_slices].copy_(part)
 
-    def holds(self, weight: Tensor, parameter: Parameter, held: Slices) -> bool:
+    def has_equal_values(self, weight: Tensor, parameter: Parameter, held_region: Slices) -> bool:
         """Return whether the files hold the tensor's values for a part of a parameter, compared in the files' type."""
-        parts = self._parts(parameter, held)
-        return all(torch.equal(part, weight[place].to(part.dtype).cpu()) for place, part in parts)
+        parts = self._stored_parts(parameter, held_region)
+        return all(torch.equal(part, weight[target_slices].to(part.dtype).cpu()) for target_slices, part in parts)
 
-    def _parts(self, parameter: Parameter, held: Slices) -> Iterator[tuple[Slices, Tensor]]:
+    def _stored_parts(self, parameter: Parameter, held_region: Slices) -> Iterator[tuple[Slices, Tensor]]:
         for piece in self.table.by_parameter[parameter.name]:
-            part = piece.overlap(held)
+            part = piece.overlap(held_region)
             if part is not None:
-                around = piece.around(part)
-                yield within(part, held), piece.ours(self._read(piece, around), around)[within(part, around)]
+                around = piece.enclosing_part(part)
+                yield (
+                    relative_slices(part, held_region),
+                    piece.view_as_ours(self._read_piece(piece, around), around)[relative_slices(part, around)],
+                )
 
-    def _read(self, piece: Piece, part: Slices) -> Tensor:
-        where = piece.source(part)
-        read = self.checkpoint.read(piece.tensor, where)
-        if not bool(torch.isfinite(read).all()):
+    def _read_piece(self, piece: TensorPiece, part: Slices) -> Tensor:
+        region = piece.source_slices(part)
+        values = self.checkpoint.read(piece.tensor, region)
+        if not bool(torch.isfinite(values).all()):
             file = self.checkpoint.tensors[piece.tensor].file
-            raise unusable(f"{file}: {piece.tensor} holds numbers that are not finite; use another checkpoint")
+            raise unusable_checkpoint(
+                f"{file}: {piece.tensor} holds numbers that are not finite; use another checkpoint"
+            )
         for copy in self.table.copies:
-            if copy.of == piece.tensor and copy.tensor in self.checkpoint.tensors:
-                self._compare(copy, where, read)
-        return read
+            if copy.original == piece.tensor and copy.tensor in self.checkpoint.tensors:
+                self._require_equal_copy(copy, region, values)
+        return values
 
-    def _compare(self, copy: Copy, where: Slices, expected: Tensor) -> None:
-        if not torch.equal(self.checkpoint.read(copy.tensor, where), expected):
-            raise unusable(
-                f"{self.checkpoint.folder}: {copy.tensor} differs from {copy.of}, but this model has one weight for "
+    def _require_equal_copy(self, copy: TensorCopy, region: Slices, expected: Tensor) -> None:
+        if not torch.equal(self.checkpoint.read(copy.tensor, region), expected):
+            raise unusable_checkpoint(
+                f"{self.checkpoint.folder}: {copy.tensor} differs from {copy.original}, but this model has one weight "
+                "for "
                 "both; correct tie_word_embeddings in config.json, or set training.mtpLossCoefficient to 0"
             )
 
 
-def opened(folder: Path, table: Table) -> Source:
+def open_published_checkpoint(folder: Path, table: TensorTable) -> PublishedCheckpoint:
     """Open the checkpoint of a folder; compare number, names, shapes and types of its tensors with a model."""
-    checkpoint = readable(folder)
-    problems = tuple(Problem(Rule.MODEL_CONFIG, WHERE, f"{folder} {found}") for found in _misfits(checkpoint, table))
+    checkpoint = open_tensor_source(folder)
+    problems = tuple(
+        Problem(Rule.MODEL_CONFIG, WHERE, f"{folder} {misfit}") for misfit in _describe_misfits(checkpoint, table)
+    )
     if problems:
         raise InvalidSpec(problems)
-    return Source(checkpoint, table, tuple(sorted(_left_out(checkpoint, table))))
+    return PublishedCheckpoint(checkpoint, table, tuple(sorted(_left_out_tensors(checkpoint, table))))
 
 
-def import_weights(state: Mapping[str, Tensor], source: Source, place: Coordinates) -> None:
+def import_weights(state: Mapping[str, Tensor], source: PublishedCheckpoint, coordinates: Coordinates) -> None:
     """Fill a rank's tensors, given by our global names, in place and in their own type."""
     for name, target in state.items():
         parameter = source.table.by_name.get(name)
         if parameter is None:
             raise ValueError(f"{name} is no parameter of this {source.table.shape.family} model")
-        if tuple(target.shape) != local_shape(parameter, place):
-            raise ValueError(f"{name} is {tuple(target.shape)}; {place} holds {local_shape(parameter, place)}")
-        source.fill(target, parameter, local_slices(parameter, place))
+        if tuple(target.shape) != local_shape(parameter, coordinates):
+            raise ValueError(
+                f"{name} is {tuple(target.shape)}; {coordinates} holds {local_shape(parameter, coordinates)}"
+            )
+        source.fill_tensor(target, parameter, local_slices(parameter, coordinates))
 
 
-def _misfits(checkpoint: TensorSource, table: Table) -> Iterator[str]:
-    held, expected = checkpoint.tensors, _shapes(table)
-    quantized = [name for name, stored in held.items() if stored.dtype not in _READABLE]
-    if quantized:
+def _describe_misfits(checkpoint: TensorSource, table: TensorTable) -> Iterator[str]:
+    stored_tensors, expected_shapes = checkpoint.tensors, _expected_shapes(table)
+    quantized_names = [name for name, tensor in stored_tensors.items() if tensor.dtype not in _READABLE]
+    if quantized_names:
         # Their scales and shapes would only be named as further mistakes.
-        shown = (f"{name} ({held[name].dtype})" for name in quantized)
-        yield f"is quantized: {listed(shown)}; use or write a copy of it in bfloat16"
+        examples = (f"{name} ({stored_tensors[name].dtype})" for name in quantized_names)
+        yield f"is quantized: {join_names(examples)}; use or write a copy of it in bfloat16"
         return
-    missing = table.by_tensor.keys() - held.keys()
+    missing = table.by_tensor.keys() - stored_tensors.keys()
     if missing:
-        yield f"lacks {len(missing)} of {len(table.pieces)} tensors: {listed(missing)}; {_advice(missing, table)}"
-    extra = held.keys() - expected.keys() - _left_out(checkpoint, table) - _meaningless(checkpoint)
-    if extra:
+        yield (
+            f"lacks {len(missing)} of {len(table.pieces)} tensors: {join_names(missing)}; "
+            f"{_advice_on_missing(missing, table)}"
+        )
+    unexpected = (
+        stored_tensors.keys()
+        - expected_shapes.keys()
+        - _left_out_tensors(checkpoint, table)
+        - _meaningless_tensors(checkpoint)
+    )
+    if unexpected:
         family = table.shape.family
-        yield f"holds {len(extra)} tensors that this {family} model does not have: {listed(extra)}; {_ITS_CONFIG}"
-    wrong = [name for name in expected.keys() & held.keys() if held[name].shape != expected[name]]
-    if wrong:
-        shown = (f"{name} is {list(held[name].shape)}, not {list(expected[name])}" for name in wrong)
-        yield f"holds {len(wrong)} tensors of another shape than config.json says: {listed(shown)}; {_ITS_CONFIG}"
+        yield (
+            f"holds {len(unexpected)} tensors that this {family} model does not have: {join_names(unexpected)}; "
+            f"{_ITS_CONFIG}"
+        )
+    misshapen = [
+        name
+        for name in expected_shapes.keys() & stored_tensors.keys()
+        if stored_tensors[name].shape != expected_shapes[name]
+    ]
+    if misshapen:
+        examples = (
+            f"{name} is {list(stored_tensors[name].shape)}, not {list(expected_shapes[name])}" for name in misshapen
+        )
+        yield (
+            f"holds {len(misshapen)} tensors of another shape than config.json says: {join_names(examples)}; "
+            f"{_ITS_CONFIG}"
+        )
 
 
-def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors that a checkpoint may hold."""
     shapes = {piece.tensor: piece.shape for piece in table.pieces}
-    return shapes | {copy.tensor: shapes[copy.of] for copy in table.copies}
+    return shapes | {copy.tensor: shapes[copy.original] for copy in table.copies}
 
 
-def _advice(missing: set[str], table: Table) -> str:
-    if all(_layer(name) >= len(table.shape.layers) for name in missing):
+def _advice_on_missing(missing: set[str], table: TensorTable) -> str:
+    if all(_layer_index(name) >= len(table.shape.layers) for name in missing):
         return "it was saved without its MTP modules: set training.mtpLossCoefficient to 0 to train without them"
     return f"download it again, or {_ITS_CONFIG}"
 
 
-def _left_out(checkpoint: TensorSource, table: Table) -> set[str]:
+def _left_out_tensors(checkpoint: TensorSource, table: TensorTable) -> set[str]:
     """Return the tensors of MTP modules that this model does not have; other layers beyond the last are a mistake."""
     if table.shape.mtp_layers:
         return set()
     modules = {
-        _layer(name)
+        _layer_index(name)
         for name in checkpoint.tensors
-        if name.endswith(".eh_proj.weight") and _layer(name) >= len(table.shape.layers)
+        if name.endswith(".eh_proj.weight") and _layer_index(name) >= len(table.shape.layers)
     }
-    return {name for name in checkpoint.tensors if _layer(name) in modules}
+    return {name for name in checkpoint.tensors if _layer_index(name) in modules}
 
 
-def _meaningless(checkpoint: TensorSource) -> set[str]:
+def _meaningless_tensors(checkpoint: TensorSource) -> set[str]:
     """Return tensors without elements, and rotary frequencies, which old files hold and the layer computes."""
     return {
         name
-        for name, stored in checkpoint.tensors.items()
-        if 0 in stored.shape or name.endswith(".rotary_emb.inv_freq")
+        for name, tensor in checkpoint.tensors.items()
+        if 0 in tensor.shape or name.endswith(".rotary_emb.inv_freq")
     }
 
 
-def _layer(name: str) -> int:
+def _layer_index(name: str) -> int:
     """Return the index of a published tensor's layer; -1 where it belongs to no layer."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
-def _filled(pieces: tuple[Piece, ...], held: Slices) -> tuple[int, ...]:
+def _filled_sizes(pieces: tuple[TensorPiece, ...], held_region: Slices) -> tuple[int, ...]:
     """Return the length up to which the pieces fill a rank's part."""
-    parts = [within(part, held) for piece in pieces if (part := piece.overlap(held)) is not None]
-    return tuple(max((part[axis].stop for part in parts), default=0) for axis in range(len(held)))
+    parts = [relative_slices(part, held_region) for piece in pieces if (part := piece.overlap(held_region)) is not None]
+    return tuple(max((part[axis].stop for part in parts), default=0) for axis in range(len(held_region)))

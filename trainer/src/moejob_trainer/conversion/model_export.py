@@ -21,14 +21,20 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from moejob_api.models.shape import ModelShape
-from moejob_trainer.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, listed
-from moejob_trainer.conversion.families import Table
-from moejob_trainer.conversion.gathering import TensorGathering, names, plan_gathering
+from moejob_trainer.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, join_names
+from moejob_trainer.conversion.families import TensorTable
+from moejob_trainer.conversion.gathering import TensorGathering, plan_gathering, published_names
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.loading import opened
-from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, planned, shard_writer, verify
-from moejob_trainer.conversion.templates import copy_beside
-from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.conversion.loading import open_published_checkpoint
+from moejob_trainer.conversion.safetensors_writer import (
+    CorruptExport,
+    TensorEntry,
+    open_shard_writer,
+    plan_shards,
+    verify,
+)
+from moejob_trainer.conversion.templates import copy_config_and_tokenizer
+from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
 from moejob_trainer.runtime.disk import Disk, publish_folder
@@ -39,12 +45,12 @@ MOST_SHARD_BYTES = 5 * 10**9
 Check = Callable[[Path], None]
 
 
-def unchecked(_: Path) -> None:
+def skip_check(_: Path) -> None:
     """Accept weights that no model was built for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExportTarget:
     """Destination of an export. `template` is the folder the model came from: its config, tokenizer and code go along.
 
     dtype: the type weights are written in; None writes them as they are held. Buffers stay float32.
@@ -56,7 +62,7 @@ class Target:
     most_shard_bytes: int = MOST_SHARD_BYTES
 
     @property
-    def unfinished(self) -> Path:
+    def unfinished_folder(self) -> Path:
         """The folder of an export until it is complete."""
         return self.folder.with_name(f".{self.folder.name}.unfinished")
 
@@ -72,7 +78,7 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RankPlan:
     """The files that a rank is about to write."""
 
     files: int
@@ -88,60 +94,64 @@ class WrittenFile:
     checksums: Mapping[str, str]
 
 
-_PLAN = TypeAdapter(_Plan)
+_PLAN = TypeAdapter(_RankPlan)
 _WRITTEN = TypeAdapter(list[WrittenFile])
 _REPORT = TypeAdapter(ExportReport)
 
 
-def export(
-    state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: Target, check: Check = unchecked
+def export_weights(
+    state: Mapping[str, Tensor],
+    table: TensorTable,
+    groups: ModelGroups,
+    target: ExportTarget,
+    check: Check = skip_check,
 ) -> ExportReport:
     """Write the model whose parts all ranks hold in `state`, by our global names. All ranks call it together.
 
     An older export of that name is replaced, and is there until the new one is complete and checked.
     """
     gathering = plan_gathering(state, table, groups)
-    shards = _shards(gathering, target)
-    mine = _Plan(len(shards), sum(entry.bytes for entries in shards for entry in entries))
-    plans = messages.all_gather(mine, _PLAN, groups.world)
+    shards = _plan_rank_shards(gathering, target)
+    rank_plan = _RankPlan(len(shards), sum(entry.size_bytes for entries in shards for entry in entries))
+    plans = messages.all_gather_values(rank_plan, _PLAN, groups.world)
     if groups.rank == 0:
-        _prepare(gathering, target, sum(plan.bytes for plan in plans))
-    files = file_names([plan.files for plan in plans], groups.rank)
+        _prepare_folder(gathering, target, sum(plan.bytes for plan in plans))
+    files = shard_file_names([plan.files for plan in plans], groups.rank)
     # No rank writes before the folder is there.
-    messages.barrier(groups.world)
-    written = _write(gathering, target, dict(zip(files, shards, strict=True)))
-    for one in written:
-        verify(target.unfinished / one.file, one.entries, one.checksums)
-    everything = messages.gather(written, _WRITTEN, groups.world)
-    report = None if everything is None else complete(table, target, list(chain.from_iterable(everything)))
-    messages.barrier(groups.world)
+    messages.wait_for_group(groups.world)
+    written_files = _write_shards(gathering, target, dict(zip(files, shards, strict=True)))
+    for written_file in written_files:
+        verify(target.unfinished_folder / written_file.file, written_file.entries, written_file.checksums)
+    all_files = messages.gather_values(written_files, _WRITTEN, groups.world)
+    report = None if all_files is None else complete_export(table, target, list(chain.from_iterable(all_files)))
+    messages.wait_for_group(groups.world)
     _import_again(gathering, target)
-    check(target.unfinished)
+    check(target.unfinished_folder)
     # No rank replaces an export that another has found to differ.
-    messages.barrier(groups.world)
+    messages.wait_for_group(groups.world)
     if groups.rank == 0:
-        publish_folder(Disk(), target.unfinished, target.folder)
-    return messages.broadcast(report, _REPORT, groups.world)
+        publish_folder(Disk(), target.unfinished_folder, target.folder)
+    return messages.broadcast_value(report, _REPORT, groups.world)
 
 
-def _shards(gathering: TensorGathering, target: Target) -> list[list[TensorEntry]]:
+def _plan_rank_shards(gathering: TensorGathering, target: ExportTarget) -> list[list[TensorEntry]]:
     table = gathering.table
     entries = [
-        TensorEntry(name, piece.shape, _dtype(piece, gathering, target))
-        for piece in gathering.owned()
-        for name in names(piece, table)
+        TensorEntry(name, piece.shape, _export_dtype(piece, gathering, target))
+        for piece in gathering.owned_pieces()
+        for name in published_names(piece, table)
     ]
-    return planned(entries, target.most_shard_bytes)
+    return plan_shards(entries, target.most_shard_bytes)
 
 
-def _dtype(piece: Piece, gathering: TensorGathering, target: Target) -> torch.dtype:
+def _export_dtype(piece: TensorPiece, gathering: TensorGathering, target: ExportTarget) -> torch.dtype:
     parameter = gathering.table.by_name[piece.parameter]
     if target.dtype is None or parameter.is_buffer:
         return gathering.state[parameter.name].dtype
     return target.dtype
 
 
-def file_names(counts: Sequence[int], rank: int) -> list[str]:
+def shard_file_names(counts: Sequence[int], rank: int) -> list[str]:
     """Return the names of a rank's files, given how many each rank has."""
     total, first = sum(counts), sum(counts[:rank])
     if total == 1:
@@ -149,90 +159,99 @@ def file_names(counts: Sequence[int], rank: int) -> list[str]:
     return [f"model-{first + index:05}-of-{total:05}.safetensors" for index in range(1, counts[rank] + 1)]
 
 
-def _prepare(gathering: TensorGathering, target: Target, needed_bytes: int) -> None:
+def _prepare_folder(gathering: TensorGathering, target: ExportTarget, needed_bytes: int) -> None:
     # Reading weights may assemble them, which takes all ranks: read none without need.
     dtype = target.dtype or max(gathering.state.values(), key=Tensor.numel).dtype
-    prepare(target, gathering.table.shape, dtype, needed_bytes)
+    prepare_export_folder(target, gathering.table.shape, dtype, needed_bytes)
 
 
-def prepare(target: Target, shape: ModelShape, dtype: torch.dtype, needed_bytes: int) -> None:
+def prepare_export_folder(target: ExportTarget, shape: ModelShape, dtype: torch.dtype, needed_bytes: int) -> None:
     """Make the unfinished folder, and find every error that shows before hours of writing."""
-    shutil.rmtree(target.unfinished, ignore_errors=True)
-    target.unfinished.mkdir(parents=True)
-    free_bytes = shutil.disk_usage(target.unfinished).free
+    shutil.rmtree(target.unfinished_folder, ignore_errors=True)
+    target.unfinished_folder.mkdir(parents=True)
+    free_bytes = shutil.disk_usage(target.unfinished_folder).free
     if free_bytes < needed_bytes:
         message = f"the export needs {needed_bytes:,} bytes and {free_bytes:,} are free; make room and try again"
         raise OSError(errno.ENOSPC, message, str(target.folder))
-    copy_beside(target.template, target.unfinished, shape, dtype)
+    copy_config_and_tokenizer(target.template, target.unfinished_folder, shape, dtype)
 
 
-def _write(gathering: TensorGathering, target: Target, shards: Mapping[str, list[TensorEntry]]) -> list[WrittenFile]:
-    tensors = _tensors(gathering, target)
-    written = []
+def _write_shards(
+    gathering: TensorGathering, target: ExportTarget, shards: Mapping[str, list[TensorEntry]]
+) -> list[WrittenFile]:
+    tensors = _export_tensors(gathering, target)
+    written_files = []
     for file, entries in shards.items():
-        with shard_writer(target.unfinished / file, entries) as opened_shard:
+        with open_shard_writer(target.unfinished_folder / file, entries) as opened_shard:
             checksums = {name: opened_shard.write(name, tensor) for name, tensor in islice(tensors, len(entries))}
             opened_shard.sync()
-        written.append(WrittenFile(file, tuple(entries), checksums))
+        written_files.append(WrittenFile(file, tuple(entries), checksums))
     # The others may still need this rank's parts.
     deque(tensors, maxlen=0)
-    return written
+    return written_files
 
 
-def _tensors(gathering: TensorGathering, target: Target) -> Iterator[tuple[str, Tensor]]:
+def _export_tensors(gathering: TensorGathering, target: ExportTarget) -> Iterator[tuple[str, Tensor]]:
     for piece, tensor in gathering.tensors():
-        cast = tensor.to(_dtype(piece, gathering, target))
-        for name in names(piece, gathering.table):
+        cast = tensor.to(_export_dtype(piece, gathering, target))
+        for name in published_names(piece, gathering.table):
             yield name, cast
 
 
-def complete(table: Table, target: Target, written: Sequence[WrittenFile]) -> ExportReport:
+def complete_export(table: TensorTable, target: ExportTarget, written_files: Sequence[WrittenFile]) -> ExportReport:
     """Add the index, and hold the files against the model's table."""
-    folder = target.unfinished
-    _all_once(table, written)
-    entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
-    if len(written) > 1:
-        Disk().write(folder / INDEX_FILE, _index(entries).encode())
+    folder = target.unfinished_folder
+    _require_each_once(table, written_files)
+    entries = {
+        entry.name: (written_file.file, entry) for written_file in written_files for entry in written_file.entries
+    }
+    if len(written_files) > 1:
+        Disk().write(folder / INDEX_FILE, _index_json(entries).encode())
     # The check of every import: number, names, shapes and types of all tensors.
-    opened(folder, table)
+    open_published_checkpoint(folder, table)
     return ExportReport(
         folder=target.folder,
-        files=tuple(sorted(one.file for one in written)),
-        bytes=sum(entry.bytes for _, entry in entries.values()),
-        checksums={name: checksum for one in written for name, checksum in one.checksums.items()},
+        files=tuple(sorted(one.file for one in written_files)),
+        bytes=sum(entry.size_bytes for _, entry in entries.values()),
+        checksums={name: checksum for one in written_files for name, checksum in one.checksums.items()},
     )
 
 
-def _import_again(gathering: TensorGathering, target: Target) -> None:
+def _import_again(gathering: TensorGathering, target: ExportTarget) -> None:
     """Read back this rank's own part of the tensors it put together, and compare it to the bit."""
-    source, place = opened(target.unfinished, gathering.table), gathering.groups.coordinates
-    mine = {piece.parameter for piece, _ in gathering.pieces()}
-    for parameter in gathering.held():
+    source, coordinates = (
+        open_published_checkpoint(target.unfinished_folder, gathering.table),
+        gathering.groups.coordinates,
+    )
+    local_parameters = {piece.parameter for piece, _ in gathering.local_pieces()}
+    for parameter in gathering.held_parameters():
         # Reading a weight may assemble it, which takes all ranks.
         weight = gathering.state[parameter.name].detach()
-        if parameter.name in mine and not source.holds(weight, parameter, local_slices(parameter, place)):
+        if parameter.name in local_parameters and not source.has_equal_values(
+            weight, parameter, local_slices(parameter, coordinates)
+        ):
             raise CorruptExport(
-                f"{target.unfinished}: importing {parameter.name} would give other values than rank "
+                f"{target.unfinished_folder}: importing {parameter.name} would give other values than rank "
                 f"{gathering.groups.rank} holds: its parts were put together wrongly; an older export stays as it was"
             )
 
 
-def _all_once(table: Table, written: Sequence[WrittenFile]) -> None:
-    expected = Counter(name for piece in table.pieces for name in names(piece, table))
-    found = Counter(entry.name for one in written for entry in one.entries)
-    if found != expected:
-        wrong = listed(found - expected) or listed(expected - found)
-        raise RuntimeError(f"{len(found)} tensors were written, {len(expected)} expected; not once: {wrong}")
+def _require_each_once(table: TensorTable, written_files: Sequence[WrittenFile]) -> None:
+    expected = Counter(name for piece in table.pieces for name in published_names(piece, table))
+    actual = Counter(entry.name for written_file in written_files for entry in written_file.entries)
+    if actual != expected:
+        miscounted = join_names(actual - expected) or join_names(expected - actual)
+        raise RuntimeError(f"{len(actual)} tensors were written, {len(expected)} expected; not once: {miscounted}")
 
 
-def _index(entries: Mapping[str, tuple[str, TensorEntry]]) -> str:
-    total = sum(entry.bytes for _, entry in entries.values())
+def _index_json(entries: Mapping[str, tuple[str, TensorEntry]]) -> str:
+    total = sum(entry.size_bytes for _, entry in entries.values())
     places = {name: file for name, (file, _) in sorted(entries.items())}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
 @contextmanager
-def removed_on_failure(unfinished: Path) -> Iterator[None]:
+def remove_on_failure(unfinished: Path) -> Iterator[None]:
     """Remove the unfinished folder afterwards; a complete export has its final name by then."""
     try:
         yield

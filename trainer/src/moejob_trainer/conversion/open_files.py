@@ -20,21 +20,21 @@ class OpenFiles:
     """Files that several threads may read. most_bytes: bytes to read from all files before they are closed."""
 
     most_bytes: int = 2**28
-    _opened: dict[Path, safe_open] = field(default_factory=dict)
+    _tensor_files: dict[Path, safe_open] = field(default_factory=dict)
     _read_bytes: int = 0
     _lock: Lock = field(default_factory=Lock)
 
-    def read(self, file: Path, name: str, part: Sequence[slice]) -> Tensor:
+    def read_slice(self, file: Path, name: str, part: Sequence[slice]) -> Tensor:
         """Return a part of a tensor, as it is stored; SafetensorError where the file is no such file."""
         with self._lock:
             if self._read_bytes > self.most_bytes:
-                self._opened.clear()
+                self._tensor_files.clear()
                 self._read_bytes = 0
-            opened = self._opened.get(file)
-            if opened is None:
-                opened = self._opened[file] = safe_open(file, "pt")
+            tensor_file = self._tensor_files.get(file)
+            if tensor_file is None:
+                tensor_file = self._tensor_files[file] = safe_open(file, "pt")
         # A tensor without dimensions has no parts.
-        read: Tensor = opened.get_slice(name)[tuple(part)] if part else opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        values: Tensor = tensor_file.get_slice(name)[tuple(part)] if part else tensor_file.get_tensor(name)  # type: ignore[no-untyped-call]
         with self._lock:
-            self._read_bytes += read.nbytes
-        return read
+            self._read_bytes += values.nbytes
+        return values

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable
+from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable_checkpoint
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.json_files import read_json
 
@@ -40,19 +40,19 @@ class TensorSource(Protocol):
         """One part of a tensor."""
 
 
-def readable(folder: Path) -> TensorSource:
+def open_tensor_source(folder: Path) -> TensorSource:
     """The weights of a folder, dequantized where they have to be."""
     checkpoint = SafetensorsFolder.open(folder)
     names = checkpoint.tensors.keys()
     if any(name.endswith(_SCALE) for name in names):
-        return BlockScaled(checkpoint, _block_size(folder))
+        return FP8BlockTensors(checkpoint, _read_block_size(folder))
     if any(name.endswith(_BLOCKS) for name in names):
-        return PackedFours(checkpoint)
+        return MXFP4Tensors(checkpoint)
     return checkpoint
 
 
 @dataclass(frozen=True)
-class BlockScaled:
+class FP8BlockTensors:
     """FP8 matrices with one scale for each block of them, in `NAME_scale_inv`."""
 
     checkpoint: SafetensorsFolder
@@ -66,35 +66,39 @@ class BlockScaled:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors by name."""
-        stored = self.checkpoint.tensors
-        scaled = {name for name in stored if self._is_scaled(name)}
-        seen = {name: one for name, one in stored.items() if name.removesuffix(_SCALE) not in scaled}
-        return seen | {name: replace(stored[name], dtype="F32") for name in scaled}
+        stored_tensors = self.checkpoint.tensors
+        scaled_names = {name for name in stored_tensors if self._is_scaled(name)}
+        dequantized = {
+            name: tensor for name, tensor in stored_tensors.items() if name.removesuffix(_SCALE) not in scaled_names
+        }
+        return dequantized | {name: replace(stored_tensors[name], dtype="F32") for name in scaled_names}
 
     def read(self, name: str, part: Slices) -> Tensor:
         """One part of a tensor; in float32 where it is dequantized."""
-        found = self.checkpoint.read(name, part)
+        values = self.checkpoint.read(name, part)
         if not self._is_scaled(name):
-            return found
+            return values
         # Both ends rounded outwards: a part may begin and end inside a block.
         blocks = tuple(
             slice(axis.start // size, -(-axis.stop // size)) for axis, size in zip(part, self.block, strict=True)
         )
         scales = self.checkpoint.read(name + _SCALE, blocks).float()
-        for axis, (cut, size) in enumerate(zip(part, self.block, strict=True)):
-            scales = scales.index_select(axis, torch.arange(cut.start, cut.stop) // size - cut.start // size)
-        return found.float() * scales
+        for axis, (axis_slice, size) in enumerate(zip(part, self.block, strict=True)):
+            scales = scales.index_select(
+                axis, torch.arange(axis_slice.start, axis_slice.stop) // size - axis_slice.start // size
+            )
+        return values.float() * scales
 
     def _is_scaled(self, name: str) -> bool:
-        stored, scales = self.checkpoint.tensors.get(name), self.checkpoint.tensors.get(name + _SCALE)
-        if stored is None or scales is None:
+        tensor, scales = self.checkpoint.tensors.get(name), self.checkpoint.tensors.get(name + _SCALE)
+        if tensor is None or scales is None:
             return False
-        expected = tuple(-(-size // block) for size, block in zip(stored.shape, self.block, strict=False))
-        return stored.dtype == "F8_E4M3" and len(stored.shape) == len(self.block) and scales.shape == expected
+        expected = tuple(-(-size // block) for size, block in zip(tensor.shape, self.block, strict=False))
+        return tensor.dtype == "F8_E4M3" and len(tensor.shape) == len(self.block) and scales.shape == expected
 
 
 @dataclass(frozen=True)
-class PackedFours:
+class MXFP4Tensors:
     """Four-bit experts in `NAME_blocks` and `NAME_scales`, [expert, output, inputs by 32]; seen with inputs first."""
 
     checkpoint: SafetensorsFolder
@@ -107,15 +111,15 @@ class PackedFours:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors by name."""
-        seen = dict(self.checkpoint.tensors)
+        dequantized = dict(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             base = name.removesuffix(_BLOCKS)
             if self._is_packed(base):
-                stored = seen.pop(base + _BLOCKS)
-                del seen[base + _SCALES]
-                experts, outputs, groups, _ = stored.shape
-                seen[base] = StoredTensor(stored.file, (experts, groups * _PACKED, outputs), "BF16")
-        return seen
+                packed = dequantized.pop(base + _BLOCKS)
+                del dequantized[base + _SCALES]
+                experts, outputs, groups, _ = packed.shape
+                dequantized[base] = StoredTensor(packed.file, (experts, groups * _PACKED, outputs), "BF16")
+        return dequantized
 
     def read(self, name: str, part: Slices) -> Tensor:
         """One part of a tensor; in bfloat16 where it is unpacked."""
@@ -127,8 +131,8 @@ class PackedFours:
         scales = self.checkpoint.read(name + _SCALES, (experts, outputs, groups))
         first = inputs.start - groups.start * _PACKED
         # One expert after the other: unpacking takes many times the memory of the packed numbers.
-        each = [_unpacked(*expert) for expert in zip(blocks, scales, strict=True)]
-        return torch.stack(each)[..., first : first + inputs.stop - inputs.start].transpose(1, 2)
+        unpacked = [_unpack_mxfp4(*expert) for expert in zip(blocks, scales, strict=True)]
+        return torch.stack(unpacked)[..., first : first + inputs.stop - inputs.start].transpose(1, 2)
 
     def _is_packed(self, base: str) -> bool:
         blocks, scales = self.checkpoint.tensors.get(base + _BLOCKS), self.checkpoint.tensors.get(base + _SCALES)
@@ -137,25 +141,25 @@ class PackedFours:
         return len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _PACKED // 2)
 
 
-def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+def _unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[output, input] from two numbers a byte and a power of two for each group; bfloat16 holds them exactly."""
     values = torch.tensor(_FP4)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1)
     return torch.ldexp(pairs.flatten(-2), scales.int().unsqueeze(-1) - 127).flatten(-2).bfloat16()
 
 
-def _block_size(folder: Path) -> tuple[int, int]:
+def _read_block_size(folder: Path) -> tuple[int, int]:
     """Return the rows and columns that share a scale, from config.json: the shape of the scales does not tell."""
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
-        raise unusable(f"{folder} is quantized, and its config.json cannot be read ({error})") from error
+        raise unusable_checkpoint(f"{folder} is quantized, and its config.json cannot be read ({error})") from error
     settings = config.get("quantization_config") if isinstance(config, dict) else None
     match settings:
         case {"weight_block_size": [int(rows), int(columns)]} if rows > 0 and columns > 0:
             return rows, columns
         case _:
-            raise unusable(
+            raise unusable_checkpoint(
                 f"{folder} is quantized in blocks, and quantization_config in its config.json has no weight_block_size "
                 "of two whole numbers; use the config.json that was published with it"
             )

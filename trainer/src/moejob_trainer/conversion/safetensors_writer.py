@@ -39,7 +39,7 @@ class TensorEntry:
     dtype: Dtype
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
@@ -57,11 +57,11 @@ class ShardWriter:
 
     def write(self, name: str, tensor: Tensor) -> str:
         """Write one tensor; return the checksum of its bytes."""
-        return hashlib.sha256(self.put(name, tensor)).hexdigest()
+        return hashlib.sha256(self.put_tensor(name, tensor)).hexdigest()
 
-    def put(self, name: str, tensor: Tensor) -> memoryview:
+    def put_tensor(self, name: str, tensor: Tensor) -> memoryview:
         """Write one tensor; return its bytes."""
-        content = _content(tensor)
+        content = _tensor_bytes(tensor)
         _write_at(self.descriptor, content, self.offsets[name])
         return content
 
@@ -70,27 +70,27 @@ class ShardWriter:
         os.fsync(self.descriptor)
 
 
-def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
+def plan_shards(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
     """The entries in order, in files of at most `most_bytes`; a tensor above that has a file of its own."""
     shards: list[list[TensorEntry]] = []
     free = 0
     for entry in entries:
-        if not shards or entry.bytes > free:
+        if not shards or entry.size_bytes > free:
             shards.append([])
             free = most_bytes
         shards[-1].append(entry)
-        free -= entry.bytes
+        free -= entry.size_bytes
     return shards
 
 
 @contextmanager
-def shard_writer(
+def open_shard_writer(
     path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ShardWriter]:
     """A file ready for its tensors in any order."""
     # Wide types first, so that every tensor begins at a multiple of its element's size.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    header, offsets, end = _header(ordered, metadata)
+    header, offsets, end = _build_header(ordered, metadata)
     with path.open("xb", buffering=0) as file:
         _write_at(file.fileno(), memoryview(header), 0)
         file.truncate(end)
@@ -101,11 +101,14 @@ def verify(path: Path, entries: Sequence[TensorEntry], checksums: Mapping[str, s
     """Read a file back once storage has it; CorruptExport where it differs from the tensors written."""
     sync_and_forget(path)
     try:
-        with safe_open(path, "pt") as opened, hashing_threads() as threads:
-            if sorted(opened.keys()) != sorted(entry.name for entry in entries):
+        with safe_open(path, "pt") as tensor_file, hashing_threads() as threads:
+            if sorted(tensor_file.keys()) != sorted(entry.name for entry in entries):
                 raise CorruptExport(f"{path} does not hold the tensors that were written to it")
-            for verified in [threads.submit(_verify, path, opened, one, checksums[one.name]) for one in entries]:
-                verified.result()
+            for future in [
+                threads.submit(_verify_tensor, path, tensor_file, tensor_entry, checksums[tensor_entry.name])
+                for tensor_entry in entries
+            ]:
+                future.result()
     except SafetensorError as error:
         raise CorruptExport(f"{path} cannot be read back ({error})") from error
 
@@ -116,25 +119,25 @@ def hashing_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(cores, _MOST_THREADS), "tensors", torch.set_num_threads, (1,))
 
 
-def _verify(path: Path, opened: safe_open, entry: TensorEntry, checksum: str) -> None:
-    found: Tensor = opened.get_tensor(entry.name)  # type: ignore[no-untyped-call]
-    if (tuple(found.shape), found.dtype) != (entry.shape, entry.dtype):
-        raise CorruptExport(f"{path}: {entry.name} is {found.dtype} {list(found.shape)}, not as it was written")
-    if hashlib.sha256(_content(found)).hexdigest() != checksum:
+def _verify_tensor(path: Path, tensor_file: safe_open, entry: TensorEntry, checksum: str) -> None:
+    tensor: Tensor = tensor_file.get_tensor(entry.name)  # type: ignore[no-untyped-call]
+    if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+        raise CorruptExport(f"{path}: {entry.name} is {tensor.dtype} {list(tensor.shape)}, not as it was written")
+    if hashlib.sha256(_tensor_bytes(tensor)).hexdigest() != checksum:
         raise CorruptExport(f"{path}: {entry.name} was read back with other bytes than were written")
 
 
-def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+def _build_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
     """The header, where each tensor begins in the file, and the file's length."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     begins: dict[str, int] = {}
     end = 0
     for entry in entries:
         begins[entry.name] = end
-        end += entry.bytes
+        end += entry.size_bytes
         place = [begins[entry.name], end]
-        described[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
-    text = json.dumps(described).encode()
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+    text = json.dumps(header).encode()
     # The data begins at a multiple of eight.
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
@@ -144,10 +147,10 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tupl
 
 def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
     """Write all of the content: one call writes 2 GiB at most, and less where the volume is almost full."""
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], offset + written)
+    written_bytes = 0
+    while written_bytes < len(content):
+        written_bytes += os.pwrite(descriptor, content[written_bytes:], offset + written_bytes)
 
 
-def _content(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -31,33 +31,35 @@ _AS_THEY_WERE = (
 )
 
 
-def copy_beside(template: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+def copy_config_and_tokenizer(template: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
     """Put config and tokenizer beside weights of this shape and type."""
-    found = {path for pattern in _AS_THEY_WERE for path in template.glob(pattern) if path.is_file()}
-    for path in sorted(found):
+    files = {path for pattern in _AS_THEY_WERE for path in template.glob(pattern) if path.is_file()}
+    for path in sorted(files):
         target = folder / path.relative_to(template)
         target.parent.mkdir(exist_ok=True)
         copy_file(path, target, template)
     text = (template / CONFIG_FILE).read_text(encoding="utf-8")
-    Disk().write(folder / CONFIG_FILE, config(text, shape, dtype).encode())
+    Disk().write(folder / CONFIG_FILE, exported_config(text, shape, dtype).encode())
 
 
-def config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:
+def exported_config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:
     """Return a config.json that describes these weights: the published text where it already does."""
-    published = json.loads(text)
-    changed = _true(published, shape, dtype)
-    if shape_of(changed) != shape:
+    published_config = json.loads(text)
+    changed_config = _updated_config(published_config, shape, dtype)
+    if shape_of(changed_config) != shape:
         raise ValueError(f"the {CONFIG_FILE} to export with describes another model than the one that was trained")
-    return text if changed == published else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+    return (
+        text if changed_config == published_config else json.dumps(changed_config, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
-def _true(published: dict[str, object], shape: ModelShape, dtype: torch.dtype) -> dict[str, object]:
-    key = "torch_dtype" if "torch_dtype" in published else "dtype"
-    changed = published | {key: str(dtype).removeprefix("torch.")}
+def _updated_config(published_config: dict[str, object], shape: ModelShape, dtype: torch.dtype) -> dict[str, object]:
+    key = "torch_dtype" if "torch_dtype" in published_config else "dtype"
+    changed_config = published_config | {key: str(dtype).removeprefix("torch.")}
     # Weights are written in the type they are trained in, even if they were published quantized.
-    changed.pop("quantization_config", None)
-    if not shape.mtp_layers and shape_of(changed).mtp_layers:
-        changed["num_nextn_predict_layers"] = 0
+    changed_config.pop("quantization_config", None)
+    if not shape.mtp_layers and shape_of(changed_config).mtp_layers:
+        changed_config["num_nextn_predict_layers"] = 0
     if shape.family is Family.DEEPSEEK_V3:
-        changed |= {key: changed.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
-    return changed
+        changed_config |= {key: changed_config.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
+    return changed_config

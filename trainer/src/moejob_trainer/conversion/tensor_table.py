@@ -28,7 +28,7 @@ class TensorRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacking:
+class ExpertStacking:
     """Stacks of experts: each rank's experts, in runs that stay below a number of elements.
 
     The name of a stack spans its experts: `experts.{8:16/64}.up_proj.weight` stacks experts 8 to 15 of 64.
@@ -38,17 +38,17 @@ class Stacking:
     ranks: int
     most_elements: int
 
-    def runs(self, experts: int, elements: int) -> Iterator[slice]:
+    def expert_runs(self, experts: int, elements: int) -> Iterator[slice]:
         """Yield the experts of each stack, for tensors of a number of elements."""
-        each = experts // self.ranks if experts % self.ranks == 0 else experts
-        length = max(1, min(each, self.most_elements // elements))
-        for first in range(0, experts, each):
-            for start in range(first, first + each, length):
-                yield slice(start, min(start + length, first + each))
+        experts_per_rank = experts // self.ranks if experts % self.ranks == 0 else experts
+        length = max(1, min(experts_per_rank, self.most_elements // elements))
+        for first in range(0, experts, experts_per_rank):
+            for start in range(first, first + experts_per_rank, length):
+                yield slice(start, min(start + length, first + experts_per_rank))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One published tensor, or a stack of them, and the region of our parameter that it fills.
 
     region: its bounds on every axis of our parameter; a fixed index is a slice of length one.
@@ -69,51 +69,51 @@ class Piece:
     @property
     def extents(self) -> tuple[int, ...]:
         """The shape of the region, in our axes."""
-        return sizes(self.region)
+        return slice_lengths(self.region)
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         """The number of its elements."""
         return prod(self.extents)
 
-    def overlap(self, held: Slices) -> Slices | None:
+    def overlap(self, held_region: Slices) -> Slices | None:
         """Return the part of the region that a rank holds, in coordinates of our whole parameter."""
         common = tuple(
-            slice(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-            for mine, theirs in zip(held, self.region, strict=True)
+            slice(max(held_axis.start, region_axis.start), min(held_axis.stop, region_axis.stop))
+            for held_axis, region_axis in zip(held_region, self.region, strict=True)
         )
         return common if all(part.start < part.stop for part in common) else None
 
-    def around(self, part: Slices) -> Slices:
+    def enclosing_part(self, part: Slices) -> Slices:
         """Return the smallest part around this one that is a single range on every axis of their tensor."""
-        found = list(part)
+        enclosing = list(part)
         for group in self.axes:
             is_cut = False
             for axis in group:
                 if is_cut:
-                    found[axis] = self.region[axis]
+                    enclosing[axis] = self.region[axis]
                 is_cut = is_cut or part[axis].stop - part[axis].start > 1
-        return tuple(found)
+        return tuple(enclosing)
 
-    def source(self, part: Slices) -> Slices:
+    def source_slices(self, part: Slices) -> Slices:
         """Return the slices of their tensor for a part of the region."""
-        return tuple(self._theirs(group, part) for group in self.axes)
+        return tuple(self._source_slice(group, part) for group in self.axes)
 
-    def ours(self, theirs: Tensor, part: Slices) -> Tensor:
+    def view_as_ours(self, theirs: Tensor, part: Slices) -> Tensor:
         """View a part that was read from their tensor with our axes."""
-        extents = sizes(part)
+        extents = slice_lengths(part)
         order = [axis for group in self.axes for axis in group]
         split = theirs.reshape([extents[axis] for axis in order])
         return split.permute([order.index(axis) for axis in range(len(order))])
 
-    def theirs(self, ours: Tensor) -> Tensor:
+    def view_as_theirs(self, ours: Tensor) -> Tensor:
         """View the whole region as their tensor."""
         order = [axis for group in self.axes for axis in group]
         return ours.permute(order).reshape(self.shape)
 
-    def _theirs(self, group: tuple[int, ...], part: Slices) -> slice:
+    def _source_slice(self, group: tuple[int, ...], part: Slices) -> slice:
         """Return the range on one of their axes; of the axes it joins, all behind a cut axis must be whole."""
-        if self.around(part) != part:
+        if self.enclosing_part(part) != part:
             raise ValueError(f"{self.tensor}: the part {part} is not one range of it")
         start = 0
         for axis in group:
@@ -121,56 +121,62 @@ class Piece:
         return slice(start, start + prod(part[axis].stop - part[axis].start for axis in group))
 
 
-def sizes(part: Slices) -> tuple[int, ...]:
+def slice_lengths(part: Slices) -> tuple[int, ...]:
     """Return the length of each slice."""
-    return tuple(one.stop - one.start for one in part)
+    return tuple(axis.stop - axis.start for axis in part)
 
 
-def within(part: Slices, held: Slices) -> Slices:
+def relative_slices(part: Slices, held_region: Slices) -> Slices:
     """Return a part of a parameter in coordinates of the region that a rank holds."""
-    return tuple(slice(one.start - base.start, one.stop - base.start) for one, base in zip(part, held, strict=True))
+    return tuple(
+        slice(axis.start - base.start, axis.stop - base.start) for axis, base in zip(part, held_region, strict=True)
+    )
 
 
-def pieces(
-    row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int, stacking: Stacking | None = None
-) -> Iterator[Piece]:
+def pieces_of_rule(
+    row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int, stacking: ExpertStacking | None = None
+) -> Iterator[TensorPiece]:
     """Yield the pieces of one parameter by a row; `tensor` is the row's tensor with everything but {e} filled in."""
     letters = row.ours.split()
     names = re.findall(r"\(([^)]*)\)|(\S+)", row.theirs)
-    theirs = tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names)
-    axes = _complete(theirs, len(letters))
-    region = tuple(_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True))
+    theirs = tuple(_axis_indices(letters, (bracket or plain).split()) for bracket, plain in names)
+    axes = _prepend_fixed_axes(theirs, len(letters))
+    region = tuple(
+        _axis_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True)
+    )
     if "{e}" not in tensor:
-        yield Piece(tensor, parameter.name, region, axes)
+        yield TensorPiece(tensor, parameter.name, region, axes)
         return
     expert = letters.index("e")
     experts = parameter.shape[expert]
 
-    def of(run: slice) -> Slices:
+    def region_of(run: slice) -> Slices:
         return (*region[:expert], run, *region[expert + 1 :])
 
     if stacking is None:
         for index in range(experts):
-            yield Piece(tensor.replace("{e}", str(index)), parameter.name, of(slice(index, index + 1)), axes)
+            yield TensorPiece(
+                tensor.replace("{e}", str(index)), parameter.name, region_of(slice(index, index + 1)), axes
+            )
         return
-    stacked = _complete(((expert,), *theirs), len(letters))
-    for run in stacking.runs(experts, prod(sizes(of(slice(0, 1))))):
+    stacked_axes = _prepend_fixed_axes(((expert,), *theirs), len(letters))
+    for run in stacking.expert_runs(experts, prod(slice_lengths(region_of(slice(0, 1))))):
         name = tensor.replace("{e}", f"{{{run.start}:{run.stop}/{experts}}}")
-        yield Piece(name, parameter.name, of(run), stacked)
+        yield TensorPiece(name, parameter.name, region_of(run), stacked_axes)
 
 
-def _group(letters: list[str], names: list[str]) -> tuple[int, ...]:
+def _axis_indices(letters: list[str], names: list[str]) -> tuple[int, ...]:
     return tuple(letters.index(name) for name in names)
 
 
-def _bounds(letter: str, size: int, vocabulary: int) -> slice:
+def _axis_bounds(letter: str, size: int, vocabulary: int) -> slice:
     if letter.isdigit():
         return slice(int(letter), int(letter) + 1)
     return slice(0, vocabulary if letter == "v" else size)
 
 
-def _complete(axes: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:
+def _prepend_fixed_axes(axes: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:
     """Put fixed axes, which their shape lacks, before the first axis: at length one they change nothing."""
-    named = {axis for group in axes for axis in group}
-    fixed = tuple(axis for axis in range(count) if axis not in named)
-    return (fixed + axes[0], *axes[1:])
+    named_axes = {axis for group in axes for axis in group}
+    fixed_axes = tuple(axis for axis in range(count) if axis not in named_axes)
+    return (fixed_axes + axes[0], *axes[1:])

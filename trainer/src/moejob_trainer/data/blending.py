@@ -17,14 +17,14 @@ from pydantic import TypeAdapter, ValidationError
 from moejob_api.job.model import Data
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.prompt_corpus import PromptCorpus
-from moejob_trainer.data.shuffling import mixed, shuffled
+from moejob_trainer.data.shuffling import mix_keys, shuffle_positions
 from moejob_trainer.errors import BadData
 
 _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class DocumentKey:
     """One document: its source's place in spec.data, and its place in the source."""
 
     source: int
@@ -38,7 +38,7 @@ class Cursor:
     # From each source.
     taken: tuple[int, ...]
     # Documents that were sampled but did not fit into a batch yet; the next batch takes them first.
-    waiting: tuple[Key, ...] = ()
+    waiting: tuple[DocumentKey, ...] = ()
     # The fingerprint of the blend that was sampled.
     mixture: str = ""
 
@@ -47,10 +47,10 @@ class Cursor:
         return _cursors.dump_json(self).decode()
 
     @staticmethod
-    def from_json(written: str) -> Cursor:
+    def from_json(content: str) -> Cursor:
         """Out of a checkpoint."""
         try:
-            return _cursors.validate_json(written)
+            return _cursors.validate_json(content)
         except ValidationError as error:
             raise BadData(f"the data cursor of the checkpoint cannot be read: {error}") from error
 
@@ -78,13 +78,13 @@ class BlendedDataset:
             raise BadData(f"cannot mix sources of {self.sizes} documents with weights {self.weights}")
 
     @cached_property
-    def shares(self) -> tuple[float, ...]:
+    def sampling_shares(self) -> tuple[float, ...]:
         """The part of all samples that each source gets."""
         total = math.fsum(self.weights)
         return tuple(weight / total for weight in self.weights)
 
     @cached_property
-    def documents(self) -> int:
+    def document_count(self) -> int:
         """Documents of all sources: the samples of an epoch."""
         return sum(self.sizes)
 
@@ -92,7 +92,7 @@ class BlendedDataset:
         """Before the first draw."""
         return Cursor(taken=(0,) * len(self.sizes), mixture=self.fingerprint)
 
-    def resumed(self, cursor: Cursor) -> Cursor:
+    def validate_cursor(self, cursor: Cursor) -> Cursor:
         """Return a cursor of this blend; one of other data is refused, for it would skip some and repeat some."""
         if cursor.mixture != self.fingerprint or len(cursor.taken) != len(self.sizes):
             raise BadData(
@@ -102,30 +102,30 @@ class BlendedDataset:
             )
         return cursor
 
-    def epochs(self, cursor: Cursor) -> float:
+    def epochs_at(self, cursor: Cursor) -> float:
         """Passes over the data so far."""
-        return (sum(cursor.taken) - len(cursor.waiting)) / self.documents
+        return (sum(cursor.taken) - len(cursor.waiting)) / self.document_count
 
-    def sample(self, cursor: Cursor) -> tuple[Key, Cursor]:
+    def sample_document(self, cursor: Cursor) -> tuple[DocumentKey, Cursor]:
         """Return the next document, and the cursor behind it."""
         source = self._next_source(cursor.taken)
         number = cursor.taken[source]
         taken = (*cursor.taken[:source], number + 1, *cursor.taken[source + 1 :])
-        return Key(source, self._document(source, number)), replace(cursor, taken=taken)
+        return DocumentKey(source, self._document_index(source, number)), replace(cursor, taken=taken)
 
     def _next_source(self, taken: Sequence[int]) -> int:
         """Return the source that is furthest behind its share, the first of equals."""
         if len(taken) == 1:
             return 0
         due = sum(taken) + 1
-        return max(range(len(taken)), key=lambda source: self.shares[source] * due - taken[source])
+        return max(range(len(taken)), key=lambda source: self.sampling_shares[source] * due - taken[source])
 
-    def _document(self, source: int, number: int) -> int:
+    def _document_index(self, source: int, number: int) -> int:
         epoch, position = divmod(number, self.sizes[source])
         if not self.shuffle:
             return position
         block, offset = divmod(position, _BLOCK)
-        return _shuffled_block(self.sizes[source], mixed(self.seed, source, epoch), block)[offset]
+        return _shuffled_block(self.sizes[source], mix_keys(self.seed, source, epoch), block)[offset]
 
 
 def blended_dataset(sources: Sequence[Corpus | PromptCorpus], data: Data) -> BlendedDataset:
@@ -145,4 +145,4 @@ def blended_dataset(sources: Sequence[Corpus | PromptCorpus], data: Data) -> Ble
 def _shuffled_block(size: int, key: int, block: int) -> list[int]:
     """Shuffle a block of positions at once: one position at a time costs a hundred times as much."""
     positions = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK))
-    return [int(position) for position in shuffled(positions, size, key)]
+    return [int(position) for position in shuffle_positions(positions, size, key)]

@@ -46,9 +46,11 @@ def _has_powers(source: str) -> bool:
 
 def refuse_excess(text: str, given_characters: int) -> None:
     """Raise ExceedsBounds for a text that is out of proportion to the template's input."""
-    most = _CHARACTERS + _TIMES * given_characters
-    if len(text) > most:
-        raise ExceedsBounds(f"it writes {len(text):,} characters of {given_characters:,}; {most:,} are taken")
+    most_characters = _CHARACTERS + _TIMES * given_characters
+    if len(text) > most_characters:
+        raise ExceedsBounds(
+            f"it writes {len(text):,} characters of {given_characters:,}; {most_characters:,} are taken"
+        )
 
 
 @contextmanager
@@ -67,11 +69,11 @@ def bounded_work() -> Iterator[None]:
 def _bounded_memory() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     present = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE
-    wanted = present + _BYTES
-    if soft != resource.RLIM_INFINITY and soft <= wanted:
+    limit_bytes = present + _BYTES
+    if soft != resource.RLIM_INFINITY and soft <= limit_bytes:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))
     try:
         yield
     finally:
@@ -84,14 +86,14 @@ def _bounded_time() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _stop)
+    previous_handler = signal.signal(signal.SIGVTALRM, _stop_rendering)
     signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
-def _stop(_: int, __: FrameType | None) -> None:
+def _stop_rendering(_: int, __: FrameType | None) -> None:
     raise ExceedsBounds(f"it takes more than {_SECONDS:.0f} s of processor time for one record")

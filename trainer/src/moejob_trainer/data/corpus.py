@@ -18,14 +18,14 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from moejob_trainer.data.encoding import Sample
-from moejob_trainer.data.prepared_folder import REPORT, DamagedData, damaged
+from moejob_trainer.data.prepared_folder import REPORT, DamagedData, mark_damaged
 from moejob_trainer.training import Document
 
 _TOKENS, _TRAINED, _SIZES = "tokens.bin", "trained.bin", "sizes.npy"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CorpusReport:
     """Counts of what happened to the records of a data set."""
 
     source: str
@@ -41,7 +41,7 @@ class Report:
     trained_tokens: int
 
 
-_reports = TypeAdapter(Report)
+_reports = TypeAdapter(CorpusReport)
 
 
 class Corpus:
@@ -62,35 +62,35 @@ class Corpus:
         tokens = {len(self._tokens), len(self._trained), int(self._starts[-1]), self.report.tokens}
         counts = len(self.lengths), int(self.trained_tokens.sum())
         if len(tokens) > 1 or counts != (self.report.documents, self.report.trained_tokens):
-            raise damaged(self._folder)
+            raise mark_damaged(self._folder)
 
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.lengths)
 
-    def document(self, number: int, source: int = 0) -> Document:
+    def read_document(self, number: int, source: int = 0) -> Document:
         """One document, read from disk; DamagedData where it is not what was written."""
         part = slice(self._starts[number], self._starts[number + 1])
-        tokens, trained = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
-        if _checksum(tokens, trained) != self._checksums[number]:
-            raise damaged(self._folder)
-        return Document(tokens=tokens, weights=trained.astype(np.float32), id=number, source=source)
+        tokens, trained_mask = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
+        if _document_checksum(tokens, trained_mask) != self._checksums[number]:
+            raise mark_damaged(self._folder)
+        return Document(tokens=tokens, weights=trained_mask.astype(np.float32), id=number, source=source)
 
 
-def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
+def write_documents(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
     """Write documents; returns how many, their tokens and the trained ones. Not a corpus before it is finished."""
     # 24 bytes a document: data that does not fit into memory has many.
     sizes = array("q")
-    with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
+    with (folder / _TOKENS).open("wb") as tokens_file, (folder / _TRAINED).open("wb") as trained_file:
         for sample in samples:
-            tokens.write(sample.tokens.tobytes())
-            trained.write(sample.trained.tobytes())
-            checksum = _checksum(sample.tokens, sample.trained)
+            tokens_file.write(sample.tokens.tobytes())
+            trained_file.write(sample.trained_mask.tobytes())
+            checksum = _document_checksum(sample.tokens, sample.trained_mask)
             sizes.extend((len(sample.tokens), sample.trained_tokens, checksum))
     rows = np.frombuffer(sizes, dtype=np.int64).reshape(-1, 3)
     np.save(folder / _SIZES, rows)
     return len(rows), int(rows[:, 0].sum()), int(rows[:, 1].sum())
 
 
-def _checksum(tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_]) -> int:
-    return zlib.crc32(trained.tobytes(), zlib.crc32(tokens.tobytes()))
+def _document_checksum(tokens: npt.NDArray[np.int32], trained_mask: npt.NDArray[np.bool_]) -> int:
+    return zlib.crc32(trained_mask.tobytes(), zlib.crc32(tokens.tobytes()))

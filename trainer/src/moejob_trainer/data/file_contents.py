@@ -15,62 +15,66 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from moejob_api.job.base import ApiModel
-from moejob_trainer.runtime.disk import Disk, replace
-from moejob_trainer.runtime.read_ahead import blocks
+from moejob_trainer.runtime.disk import Disk, replace_file
+from moejob_trainer.runtime.read_ahead import read_blocks
 
 # In the folder of prepared data.
-KNOWN_FILES = "sources.json"
+HASHED_FILES = "sources.json"
 _BLOCK_BYTES = 2**22
 
 
-class KnownFile(ApiModel):
+class HashedFile(ApiModel):
     """A file whose content was hashed."""
 
     stamp: Annotated[str, Field(description="Inode, size and times of the file when its content had this hash.")]
     content: Annotated[str, Field(description="Size and hash.")]
 
 
-class KnownFiles(ApiModel):
+class HashedFiles(ApiModel):
     """The files that a run has hashed, by their paths."""
 
-    files: Mapping[str, KnownFile] = {}
+    files: Mapping[str, HashedFile] = {}
 
 
 def file_stamp(path: Path) -> str:
     """Return the volume's facts about a file: they change whenever the file is written."""
-    about = path.stat()
-    return f"{about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+    status = path.stat()
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def read_contents(files: Mapping[str, Path], folder: Path) -> str:
     """Return a text that changes with the content or the name of any file. The folder records the hashes."""
-    known = _known(folder)
+    recorded_files = _read_recorded_files(folder)
     with ThreadPoolExecutor(Disk.reads_at_once) as threads:
-        seen = dict(
-            zip(files, threads.map(lambda path: _seen(path, known.get(str(path))), files.values()), strict=True)
+        current_files = dict(
+            zip(
+                files,
+                threads.map(lambda path: _hash_if_changed(path, recorded_files.get(str(path))), files.values()),
+                strict=True,
+            )
         )
-    now = {**known, **{str(path): seen[name] for name, path in files.items()}}
-    if now != known:
-        content = KnownFiles(files=now).model_dump_json(by_alias=True, indent=1).encode() + b"\n"
-        replace(Disk(), folder / KNOWN_FILES, content)
-    return ";".join(f"{name}:{one.content}" for name, one in seen.items())
+    all_files = {**recorded_files, **{str(path): current_files[name] for name, path in files.items()}}
+    if all_files != recorded_files:
+        content = HashedFiles(files=all_files).model_dump_json(by_alias=True, indent=1).encode() + b"\n"
+        replace_file(Disk(), folder / HASHED_FILES, content)
+    return ";".join(f"{name}:{current_file.content}" for name, current_file in current_files.items())
 
 
-def _known(folder: Path) -> Mapping[str, KnownFile]:
+def _read_recorded_files(folder: Path) -> Mapping[str, HashedFile]:
     try:
-        return KnownFiles.model_validate_json((folder / KNOWN_FILES).read_bytes()).files
+        return HashedFiles.model_validate_json((folder / HASHED_FILES).read_bytes()).files
     # Nothing is lost but the time of hashing again.
     except (OSError, ValidationError):
         return {}
 
 
-def _seen(path: Path, known: KnownFile | None) -> KnownFile:
+def _hash_if_changed(path: Path, recorded_file: HashedFile | None) -> HashedFile:
     # Take the stamp before reading: a write in the meantime changes it.
     stamp = file_stamp(path)
-    if known is not None and known.stamp == stamp:
-        return known
+    if recorded_file is not None and recorded_file.stamp == stamp:
+        return recorded_file
     digest, size = xxhash.xxh3_128(), 0
-    for block in blocks(path, _BLOCK_BYTES):
+    for block in read_blocks(path, _BLOCK_BYTES):
         digest.update(block)
         size += len(block)
-    return KnownFile(stamp=stamp, content=f"{size}:{digest.hexdigest()}")
+    return HashedFile(stamp=stamp, content=f"{size}:{digest.hexdigest()}")

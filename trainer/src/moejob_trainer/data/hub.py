@@ -20,9 +20,9 @@ from pydantic import Field, ValidationError
 from moejob_api.contract.pods import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
-from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
+from moejob_trainer.data.hub_files import HubFile, HubFiles, has_all_files, list_hub_files, verify_hub_files
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.runtime.disk import Disk, replace, sync_tree
+from moejob_trainer.runtime.disk import Disk, replace_file, sync_tree
 from moejob_trainer.runtime.json_files import read_json
 
 # Permanent errors of the hub: the repository does not exist, or this token has no access to it.
@@ -41,12 +41,12 @@ class PinnedRepository(ApiModel):
     files: Annotated[dict[str, HubFile], Field(description="The files of a model in this commit.")] = {}
 
     @property
-    def asked(self) -> tuple[RepositoryKind, str, str | None]:
+    def request_key(self) -> tuple[RepositoryKind, str, str | None]:
         """The name, as a job asks for it."""
         return self.kind, self.name, self.revision
 
 
-class _Pinned(ApiModel):
+class _PinFile(ApiModel):
     repositories: tuple[PinnedRepository, ...] = ()
 
 
@@ -61,35 +61,35 @@ class HubPins:
         """The file that holds them."""
         return self.run_folder / RunFile.HUB
 
-    def pin(self, kind: RepositoryKind, name: str, revision: str | None = None) -> PinnedRepository | None:
+    def find_pin(self, kind: RepositoryKind, name: str, revision: str | None = None) -> PinnedRepository | None:
         """Return the commit that the run is bound to; None when it has not asked yet."""
-        return next((pin for pin in self.pins() if pin.asked == (kind, name, revision)), None)
+        return next((pin for pin in self.read_pins() if pin.request_key == (kind, name, revision)), None)
 
-    def keep(self, pin: PinnedRepository) -> None:
+    def record_pin(self, pin: PinnedRepository) -> None:
         """Bind the run to a commit, or say more of one."""
-        self._write((*(other for other in self.pins() if other.asked != pin.asked), pin))
+        self._write_pins((*(other for other in self.read_pins() if other.request_key != pin.request_key), pin))
 
-    def go_on_with(self, other: Path) -> None:
+    def inherit_pins(self, other_run_folder: Path) -> None:
         """Start with the commits of another run, if this run continues from its position in the data."""
-        if not self.file.exists() and (theirs := HubPins(other).pins()):
-            self._write(theirs)
+        if not self.file.exists() and (theirs := HubPins(other_run_folder).read_pins()):
+            self._write_pins(theirs)
 
-    def commits(self) -> tuple[HubCommit, ...] | None:
+    def list_commits(self) -> tuple[HubCommit, ...] | None:
         """Return the commits for the job's status; None when the run uses nothing of the hub."""
-        found = tuple(HubCommit(kind=pin.kind, name=pin.name, commit=pin.commit) for pin in self.pins())
-        return found[:MOST_HUB_COMMITS] or None
+        commits = tuple(HubCommit(kind=pin.kind, name=pin.name, commit=pin.commit) for pin in self.read_pins())
+        return commits[:MOST_HUB_COMMITS] or None
 
-    def _write(self, pins: tuple[PinnedRepository, ...]) -> None:
-        pinned = _Pinned(repositories=pins)
-        content = pinned.model_dump_json(by_alias=True, exclude_none=True, indent=2).encode() + b"\n"
-        replace(Disk(), self.file, content)
+    def _write_pins(self, pins: tuple[PinnedRepository, ...]) -> None:
+        pin_file = _PinFile(repositories=pins)
+        content = pin_file.model_dump_json(by_alias=True, exclude_none=True, indent=2).encode() + b"\n"
+        replace_file(Disk(), self.file, content)
 
-    def pins(self) -> tuple[PinnedRepository, ...]:
+    def read_pins(self) -> tuple[PinnedRepository, ...]:
         """Return all that the run is bound to."""
         if not self.file.exists():
             return ()
         try:
-            return _Pinned.model_validate_json(self.file.read_bytes()).repositories
+            return _PinFile.model_validate_json(self.file.read_bytes()).repositories
         except ValidationError as error:
             raise BadConfiguration(
                 f"{self.file} does not say which commits the run uses ({error.error_count()} problems); put it right, "
@@ -97,79 +97,79 @@ class HubPins:
             ) from error
 
 
-def fetched_model(name: str, revision: str | None, pins: HubPins) -> Path:
+def download_model(name: str, revision: str | None, pins: HubPins) -> Path:
     """Download a model beside the run folders of the volume, in the commit that the run is bound to, and compare it."""
-    known = pins.pin(RepositoryKind.MODEL, name, revision)
-    folder = _snapshot(name, revision, known, pins)
-    files = compared(folder, _files_of(name, folder, known))
+    pinned = pins.find_pin(RepositoryKind.MODEL, name, revision)
+    folder = _fetch_snapshot(name, revision, pinned, pins)
+    files = verify_hub_files(folder, _expected_files(name, folder, pinned))
     # The folder of a snapshot has the name of its commit.
-    found = PinnedRepository(
+    repository = PinnedRepository(
         kind=RepositoryKind.MODEL, name=name, revision=revision, commit=folder.name, files=dict(files)
     )
-    if found != known:
-        pins.keep(found)
+    if repository != pinned:
+        pins.record_pin(repository)
     return folder
 
 
-def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, pins: HubPins) -> Path:
+def _fetch_snapshot(name: str, revision: str | None, pinned: PinnedRepository | None, pins: HubPins) -> Path:
     cache = pins.run_folder.parent / "hub"
-    if known is not None and (there := _snapshot_there(known, cache)) is not None:
-        return there
+    if pinned is not None and (snapshot := _find_local_snapshot(pinned, cache)) is not None:
+        return snapshot
     try:
-        folder = Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
+        folder = Path(snapshot_download(name, revision=pinned.commit if pinned else revision, cache_dir=cache))
         # Sync before the run is bound to these files: they must not be empty after a loss of power.
         sync_tree(Disk(), folder.parents[1])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        bound = "" if known is None else f", in commit {known.commit}, which {pins.file} binds this run to,"
-        kind = BadConfiguration if is_lasting(error, known) else TransientFailure
+        pin_note = "" if pinned is None else f", in commit {pinned.commit}, which {pins.file} binds this run to,"
+        kind = BadConfiguration if is_lasting(error, pinned) else TransientFailure
         raise kind(
-            f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
+            f"{name}{pin_note} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
         ) from error
     return folder
 
 
-def is_lasting(error: Exception, known: PinnedRepository | None) -> bool:
+def is_lasting(error: Exception, pinned: PinnedRepository | None) -> bool:
     """Return whether another try would fail too. A hub that this run has reached before is only away for a while."""
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return error.response.status_code in _REFUSALS
-    return known is None or isinstance(error, HFValidationError)
+    return pinned is None or isinstance(error, HFValidationError)
 
 
-def _snapshot_there(known: PinnedRepository, cache: Path) -> Path | None:
+def _find_local_snapshot(pinned: PinnedRepository, cache: Path) -> Path | None:
     """Return a snapshot that needs no hub; None where files of it are missing."""
     try:
-        there = Path(snapshot_download(known.name, revision=known.commit, cache_dir=cache, local_files_only=True))
+        snapshot = Path(snapshot_download(pinned.name, revision=pinned.commit, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return there if are_there(there, known.files) else None
+    return snapshot if has_all_files(snapshot, pinned.files) else None
 
 
-def _files_of(name: str, folder: Path, known: PinnedRepository | None) -> HubFiles:
-    return known.files if known is not None and known.files else said_by_hub(name, folder)
+def _expected_files(name: str, folder: Path, pinned: PinnedRepository | None) -> HubFiles:
+    return pinned.files if pinned is not None and pinned.files else list_hub_files(name, folder)
 
 
-def dataset_commit(name: str, pins: HubPins) -> str | None:
+def pin_dataset_commit(name: str, pins: HubPins) -> str | None:
     """Return the commit of a data set that the run is bound to, from the first time on. None: the hub is not reached.
 
     What is read then is a copy on this machine, whose commit is unknown.
     """
-    known = pins.pin(RepositoryKind.DATASET, name)
-    if known is not None:
-        return known.commit
+    pinned = pins.find_pin(RepositoryKind.DATASET, name)
+    if pinned is not None:
+        return pinned.commit
     try:
         commit = HfApi().dataset_info(name).sha
     # Loading the data set reports the error.
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError):
         return None
     if commit is not None:
-        pins.keep(PinnedRepository(kind=RepositoryKind.DATASET, name=name, commit=commit))
+        pins.record_pin(PinnedRepository(kind=RepositoryKind.DATASET, name=name, commit=commit))
     return commit
 
 
 def require_own_code(folder: Path) -> None:
     """Raise BadConfiguration when a model runs code of another repository, which no commit of its own fixes."""
     for path in sorted(folder.glob("*.json")):
-        for module in _modules(path):
+        for module in _code_modules(path):
             if _ELSEWHERE in module:
                 raise BadConfiguration(
                     f"{path.name} of the model takes its code from another repository, {module}, which may change "
@@ -177,13 +177,13 @@ def require_own_code(folder: Path) -> None:
                 )
 
 
-def _modules(path: Path) -> Iterator[str]:
+def _code_modules(path: Path) -> Iterator[str]:
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return
-    named = found.get("auto_map") if isinstance(found, dict) else None
-    for modules in named.values() if isinstance(named, dict) else ():
+    auto_map = content.get("auto_map") if isinstance(content, dict) else None
+    for modules in auto_map.values() if isinstance(auto_map, dict) else ():
         yield from (
             module for module in (modules if isinstance(modules, list) else [modules]) if isinstance(module, str)
         )

@@ -45,65 +45,67 @@ class HubFile(ApiModel):
 HubFiles = Mapping[str, HubFile]
 
 
-def said_by_hub(name: str, folder: Path) -> HubFiles:
+def list_hub_files(name: str, folder: Path) -> HubFiles:
     """List the files of a snapshot's commit with the hub's digests; without the hub, with the cache's file names."""
     try:
         tree = list(HfApi().list_repo_tree(name, revision=folder.name, recursive=True))
     except (HfHubHTTPError, httpx.HTTPError, OSError):
-        return dict(_said_by_cache(folder))
-    found = (entry for entry in tree if isinstance(entry, RepoFile))
-    return {file.path: HubFile(digest=file.blob_id if file.lfs is None else file.lfs.sha256) for file in found}
+        return dict(_list_cached_files(folder))
+    files = (entry for entry in tree if isinstance(entry, RepoFile))
+    return {file.path: HubFile(digest=file.blob_id if file.lfs is None else file.lfs.sha256) for file in files}
 
 
-def _said_by_cache(folder: Path) -> Iterator[tuple[str, HubFile]]:
-    for path in _files(folder):
+def _list_cached_files(folder: Path) -> Iterator[tuple[str, HubFile]]:
+    for path in _list_files(folder):
         try:
             yield str(path.relative_to(folder)), HubFile(digest=path.resolve().name)
         except ValueError as error:
-            raise _altered(path, f"leads to {path.resolve()}, which is not called after its content") from error
+            raise _altered_file_error(
+                path, f"leads to {path.resolve()}, which is not called after its content"
+            ) from error
 
 
-def are_there(folder: Path, files: HubFiles) -> bool:
+def has_all_files(folder: Path, files: HubFiles) -> bool:
     """Return whether no file of the commit is missing."""
     return all((folder / path).exists() for path in files)
 
 
-def compared(folder: Path, files: HubFiles) -> HubFiles:
+def verify_hub_files(folder: Path, files: HubFiles) -> HubFiles:
     """Return the files as they are seen now; BadConfiguration when one is not the commit's or has other content."""
-    present = {str(path.relative_to(folder)): path for path in _files(folder)}
+    present = {str(path.relative_to(folder)): path for path in _list_files(folder)}
     for path in present.keys() - files.keys():
-        raise _altered(present[path], "is no file of this commit")
+        raise _altered_file_error(present[path], "is no file of this commit")
     with ThreadPoolExecutor(Disk.reads_at_once) as threads:
-        seen = threads.map(lambda name: _compared(present[name], files[name]), present)
-        return {**files, **dict(zip(present, seen, strict=True))}
+        verified = threads.map(lambda name: _verify_file(present[name], files[name]), present)
+        return {**files, **dict(zip(present, verified, strict=True))}
 
 
-def _compared(path: Path, file: HubFile) -> HubFile:
+def _verify_file(path: Path, file: HubFile) -> HubFile:
     # Take the stamp before reading: a write in the meantime changes it.
-    seen = file_stamp(path)
-    if seen == file.seen and path.stat().st_size >= _SMALL_BYTES:
+    stamp = file_stamp(path)
+    if stamp == file.seen and path.stat().st_size >= _SMALL_BYTES:
         return file
-    digest = _digest(path, file)
+    digest = _compute_digest(path, file)
     if digest != file.digest:
-        raise _altered(path, f"has the digest {digest} and not {file.digest}, which the hub says")
-    return file.model_copy(update={"seen": seen})
+        raise _altered_file_error(path, f"has the digest {digest} and not {file.digest}, which the hub says")
+    return file.model_copy(update={"seen": stamp})
 
 
-def _digest(path: Path, file: HubFile) -> str:
+def _compute_digest(path: Path, file: HubFile) -> str:
     with path.open("rb") as content:
         if len(file.digest) == _SHA256_DIGITS:
             return hashlib.file_digest(content, "sha256").hexdigest()
         # The hash of a git blob. The commit is a SHA-1 too, so this check is as strong as the commit itself.
-        named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-        return hashlib.file_digest(content, lambda: named).hexdigest()
+        blob_hash = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        return hashlib.file_digest(content, lambda: blob_hash).hexdigest()
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if not path.is_dir())
 
 
-def _altered(path: Path, problem: str) -> BadConfiguration:
-    cache = next((above for above in path.parents if above.name.startswith("models--")), path.parent)
+def _altered_file_error(path: Path, problem: str) -> BadConfiguration:
+    cache = next((parent for parent in path.parents if parent.name.startswith("models--")), path.parent)
     return BadConfiguration(
         f"{path} {problem}: the disk, or another job of the volume, has changed it; delete {cache}, and the next start "
         "downloads the model again"

@@ -19,18 +19,18 @@ _SNAPSHOTS = "snapshots"
 _CACHED = ("models--", "datasets--")
 
 
-def require_contained(folder: Path) -> None:
+def require_contained_links(folder: Path) -> None:
     """Raise BadData when a link leads out of the folder."""
-    bounds = _bounds(folder)
+    bounds = _link_bounds(folder)
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             if path.is_symlink():
-                _resolved(path, bounds)
+                _resolve_inside(path, bounds)
 
 
 def copy_file(source: Path, target: Path, folder: Path) -> None:
     """Copy a regular file of a folder, or raise BadData when it is something else or lies elsewhere."""
-    real = _resolved(source, _bounds(folder))
+    real = _resolve_inside(source, _link_bounds(folder))
     # The check and this call may see different files, as others can write here: no link is followed any more.
     with os.fdopen(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
@@ -39,7 +39,7 @@ def copy_file(source: Path, target: Path, folder: Path) -> None:
             shutil.copyfileobj(content, copy)
 
 
-def _bounds(folder: Path) -> Path:
+def _link_bounds(folder: Path) -> Path:
     _refuse_loop(folder)
     real = folder.resolve()
     is_snapshot = real.parent.name == _SNAPSHOTS and real.parent.parent.name.startswith(_CACHED)
@@ -54,7 +54,7 @@ def _refuse_loop(path: Path) -> None:
             raise BadData(f"{path} is a link that leads to itself; remove it, or replace it") from error
 
 
-def _resolved(path: Path, bounds: Path) -> Path:
+def _resolve_inside(path: Path, bounds: Path) -> Path:
     _refuse_loop(path)
     real = path.resolve()
     if not real.is_relative_to(bounds):

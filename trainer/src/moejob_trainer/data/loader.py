@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moejob_trainer.data.blending import Cursor
-from moejob_trainer.data.prefetch import Prefetched
+from moejob_trainer.data.prefetch import PrefetchIterator
 from moejob_trainer.data.stream import BatchShare, TrainingBatch, TrainingData
 from moejob_trainer.training import MicroBatch
 
@@ -19,16 +19,16 @@ class BatchLoader:
 
     def __init__(self, training: TrainingData, share: BatchShare) -> None:
         self._training, self._share = training, share
-        self._cursor = training.mixture.start()
-        self._ahead: Prefetched[TrainingBatch] | None = None
+        self._cursor = training.blend.start()
+        self._ahead: PrefetchIterator[TrainingBatch] | None = None
         self.epoch: float | None = None
         self._waited_seconds = 0.0
 
     def next_batches(self) -> Sequence[MicroBatch]:
         """This data rank's micro batches of the next global batch."""
-        begun = time.monotonic()
-        batch = next(self._batches())
-        self._waited_seconds += time.monotonic() - begun
+        started_seconds = time.monotonic()
+        batch = next(self._prefetched_batches())
+        self._waited_seconds += time.monotonic() - started_seconds
         self._cursor, self.epoch = batch.cursor, batch.epoch
         return batch.micro_batches
 
@@ -53,7 +53,7 @@ class BatchLoader:
             self._ahead.__exit__(None, None, None)
             self._ahead = None
 
-    def _batches(self) -> Iterator[TrainingBatch]:
+    def _prefetched_batches(self) -> Iterator[TrainingBatch]:
         if self._ahead is None:
-            self._ahead = Prefetched(self._training.batches(self._share, self._cursor)).__enter__()
+            self._ahead = PrefetchIterator(self._training.global_batches(self._share, self._cursor)).__enter__()
         return self._ahead

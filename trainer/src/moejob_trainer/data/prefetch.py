@@ -11,14 +11,14 @@ from typing import Generic, Self, TypeVar
 Item = TypeVar("Item")
 
 
-class _End:
+class _EndOfSource:
     """Stands for the end of the source, whose items may be anything."""
 
 
-_END = _End()
+_END = _EndOfSource()
 
 
-class Prefetched(Generic[Item]):
+class PrefetchIterator(Generic[Item]):
     """An iterator that runs ahead of its reader, in a thread that ends with the context.
 
     A thread is enough: assembling a batch is copying from mapped files. What the source raises reaches the reader, now
@@ -28,9 +28,9 @@ class Prefetched(Generic[Item]):
     def __init__(self, source: Iterator[Item], ahead: int = 2) -> None:
         self._source = source
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._ready = deque[Future[Item | _End]]()
+        self._ready = deque[Future[Item | _EndOfSource]]()
         for _ in range(ahead):
-            self._ask()
+            self._request_item()
 
     def __iter__(self) -> Self:
         return self
@@ -38,10 +38,10 @@ class Prefetched(Generic[Item]):
     def __next__(self) -> Item:
         # Removed only after it was read: an error stays first, and so does the end.
         item = self._ready[0].result()
-        if isinstance(item, _End):
+        if isinstance(item, _EndOfSource):
             raise StopIteration
         self._ready.popleft()
-        self._ask()
+        self._request_item()
         return item
 
     def __enter__(self) -> Self:
@@ -52,5 +52,5 @@ class Prefetched(Generic[Item]):
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self) -> None:
+    def _request_item(self) -> None:
         self._ready.append(self._pool.submit(next, self._source, _END))

@@ -19,16 +19,16 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.job.model import Data, Dataset, Model, Overlong
+from moejob_api.job.model import Data, Dataset, Model, OverlongSamples
 from moejob_trainer.data import corpus
-from moejob_trainer.data.corpus import Report
-from moejob_trainer.data.encoding import Encoder, RecordKind, Sample, encoder
+from moejob_trainer.data.corpus import CorpusReport
+from moejob_trainer.data.encoding import Encoder, RecordKind, Sample, build_encoder
 from moejob_trainer.data.file_contents import read_contents
 from moejob_trainer.data.hub import HubPins
-from moejob_trainer.data.prepared_folder import built, finish
+from moejob_trainer.data.prepared_folder import ensure_prepared_folder, write_report
 from moejob_trainer.data.records import Record
-from moejob_trainer.data.sources import records, source_files
-from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
+from moejob_trainer.data.sources import read_records, source_files
+from moejob_trainer.data.tokenizers import CLAIMS, load_tokenizer
 from moejob_trainer.errors import BadData
 
 # Of what is prepared, in the folder of a run.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EncodingRecipe:
     """All that decides which tokens a record becomes."""
 
     model: Model
@@ -55,9 +55,9 @@ class Recipe:
     # None: whatever the hub holds now.
     pins: HubPins | None = None
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
-        return tokenizer(self.model.source, self.model.revision, self.model.trust_remote_code, self.claims)
+        return load_tokenizer(self.model.source, self.model.revision, self.model.trust_remote_code, self.claims)
 
 
 class Disposition(StrEnum):
@@ -70,51 +70,60 @@ class Disposition(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
+class FittedSample:
     """A sample after the policy; documents are made of those that are kept or truncated."""
 
     sample: Sample
-    fate: Disposition
+    disposition: Disposition
 
 
-def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: int = 1) -> tuple[Path, ...]:
+def prepare_datasets(
+    datasets: Sequence[Dataset], recipe: EncodingRecipe, folder: Path, workers: int = 1
+) -> tuple[Path, ...]:
     """Tokenize data sets into folders below `folder`; return these folders in order.
 
     Existing folders are kept, so that a restarted run begins at once. A data set without documents is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    using = recipe.tokenizer()
+    model_tokenizer = recipe.load_tokenizer()
     return tuple(
-        _prepared(dataset, recipe, folder, workers, fingerprint(dataset, recipe, using, folder)) for dataset in datasets
+        _prepare_dataset(
+            dataset, recipe, folder, workers, dataset_fingerprint(dataset, recipe, model_tokenizer, folder)
+        )
+        for dataset in datasets
     )
 
 
-def fitted(sample: Sample, data: Data, place: str) -> Fitted:
+def fit_sample(sample: Sample, data: Data, place: str) -> FittedSample:
     """A sample after data.overlong."""
     length = len(sample.tokens)
     if length <= data.max_length:
-        return Fitted(sample, Disposition.KEPT)
+        return FittedSample(sample, Disposition.KEPT)
     match data.overlong:
-        case Overlong.DROP:
-            return Fitted(sample, Disposition.DROPPED)
-        case Overlong.TRUNCATE:
-            cut = Sample(sample.tokens[: data.max_length], sample.trained[: data.max_length])
-            return Fitted(cut, Disposition.TRUNCATED if cut.trained_tokens else Disposition.EMPTIED)
-        case Overlong.REFUSE:
+        case OverlongSamples.DROP:
+            return FittedSample(sample, Disposition.DROPPED)
+        case OverlongSamples.TRUNCATE:
+            truncated_sample = Sample(sample.tokens[: data.max_length], sample.trained_mask[: data.max_length])
+            return FittedSample(
+                truncated_sample, Disposition.TRUNCATED if truncated_sample.trained_tokens else Disposition.EMPTIED
+            )
+        case OverlongSamples.REFUSE:
             raise BadData(
                 f"{place} has {length} tokens, data.maxLength is {data.max_length} and data.overlong Refuse; raise "
                 "maxLength, or set overlong to Drop or Truncate"
             )
 
 
-def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, identity: str) -> Path:
-    def write(building: Path) -> None:
-        finish(building, _written(building, dataset, recipe, workers, identity))
+def _prepare_dataset(dataset: Dataset, recipe: EncodingRecipe, folder: Path, workers: int, identity: str) -> Path:
+    def write_folder(building: Path) -> None:
+        write_report(building, _write_dataset(building, dataset, recipe, workers, identity))
 
-    return built(folder / identity[:16], write, corpus.Corpus)
+    return ensure_prepared_folder(folder / identity[:16], write_folder, corpus.Corpus)
 
 
-def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, folder: Path, *further: int) -> str:
+def dataset_fingerprint(
+    dataset: Dataset, recipe: EncodingRecipe, model_tokenizer: PreTrainedTokenizerBase, folder: Path, *further: int
+) -> str:
     """Return the hash of everything that determines a data set's corpus. The folder records the files' hashes."""
     data = recipe.data
     parts = (
@@ -122,73 +131,86 @@ def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase
         # Every field but the weight: it changes how often documents are sampled, not the documents.
         dataset.model_copy(update={"weight": 1.0}).model_dump_json(),
         read_contents(source_files(dataset, recipe.claims), folder),
-        *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
-        *(sorted(using.get_vocab().items()), *further),
+        *(
+            model_tokenizer.chat_template,
+            model_tokenizer.special_tokens_map,
+            model_tokenizer.is_fast and model_tokenizer.backend_tokenizer.to_str(),
+        ),
+        *(sorted(model_tokenizer.get_vocab().items()), *further),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, identity: str) -> Report:
-    fates = Counter[Disposition]()
+def _write_dataset(
+    building: Path, dataset: Dataset, recipe: EncodingRecipe, workers: int, identity: str
+) -> CorpusReport:
+    dispositions = Counter[Disposition]()
 
-    def kept() -> Iterator[Sample]:
-        for one in encoded(dataset, recipe, workers, partial(_encoded, RecordKind.of(dataset))):
-            fates[one.fate] += 1
-            if one.fate in (Disposition.KEPT, Disposition.TRUNCATED):
-                yield one.sample
+    def kept_samples() -> Iterator[Sample]:
+        for fitted_sample in encode_records(
+            dataset, recipe, workers, partial(_encode_chunk, RecordKind.of_dataset(dataset))
+        ):
+            dispositions[fitted_sample.disposition] += 1
+            if fitted_sample.disposition in (Disposition.KEPT, Disposition.TRUNCATED):
+                yield fitted_sample.sample
 
-    documents, tokens, trained_tokens = corpus.write(building, kept())
-    refuse_empty(dataset, fates, recipe.data)
-    return Report(
+    documents, tokens, trained_tokens = corpus.write_documents(building, kept_samples())
+    refuse_empty(dataset, dispositions, recipe.data)
+    return CorpusReport(
         source=dataset.source,
         split=dataset.split,
         fingerprint=identity,
-        records=fates.total(),
+        records=dispositions.total(),
         documents=documents,
-        dropped=fates[Disposition.DROPPED],
-        truncated=fates[Disposition.TRUNCATED],
-        emptied=fates[Disposition.EMPTIED],
+        dropped=dispositions[Disposition.DROPPED],
+        truncated=dispositions[Disposition.TRUNCATED],
+        emptied=dispositions[Disposition.EMPTIED],
         tokens=tokens,
         trained_tokens=trained_tokens,
     )
 
 
-def refuse_empty(dataset: Dataset, fates: Mapping[Disposition, int], data: Data) -> None:
+def refuse_empty(dataset: Dataset, dispositions: Mapping[Disposition, int], data: Data) -> None:
     """BadData where no record of a data set is trained on."""
     name = f"data set {dataset.source} (split {dataset.split})"
-    if not any(fates.values()):
+    if not any(dispositions.values()):
         raise BadData(f"{name} is empty; name another, or remove it")
-    dropped, emptied = fates.get(Disposition.DROPPED, 0), fates.get(Disposition.EMPTIED, 0)
-    if dropped + emptied == sum(fates.values()):
+    dropped_count, emptied_count = dispositions.get(Disposition.DROPPED, 0), dispositions.get(Disposition.EMPTIED, 0)
+    if dropped_count + emptied_count == sum(dispositions.values()):
         raise BadData(
-            f"none of the {dropped + emptied} records of {name} can be trained on: all are longer than data.maxLength "
-            f"{data.max_length} ({dropped} dropped, {emptied} with nothing to train on after truncation); raise "
+            f"none of the {dropped_count + emptied_count} records of {name} can be trained on: all are longer than "
+            "data.maxLength "
+            f"{data.max_length} ({dropped_count} dropped, {emptied_count} with nothing to train on after truncation); "
+            "raise "
             "maxLength"
         )
 
 
-def encoded(
-    dataset: Dataset, recipe: Recipe, workers: int, encode: Callable[[Recipe, Sequence[Record]], list[T]]
+def encode_records(
+    dataset: Dataset,
+    recipe: EncodingRecipe,
+    workers: int,
+    encode: Callable[[EncodingRecipe, Sequence[Record]], list[T]],
 ) -> Iterator[T]:
     """Each record of a data set as `encode`, which other processes import, makes it of a recipe and some records."""
-    found = records(dataset, recipe.claims, recipe.pins)
-    first = list(islice(found, _ALONE))
-    chunks = _chunks(chain(first, found))
+    all_records = read_records(dataset, recipe.claims, recipe.pins)
+    first = list(islice(all_records, _ALONE))
+    chunks = _split_into_chunks(chain(first, all_records))
     # Workers cache the encoder by recipe, and the list of data sets does not change how records are encoded.
-    act = partial(encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
+    encode_chunk = partial(encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
     if workers == 1 or len(first) < _ALONE:
-        return chain.from_iterable(map(act, chunks))
-    return chain.from_iterable(_on_all_cores(act, chunks, workers))
+        return chain.from_iterable(map(encode_chunk, chunks))
+    return chain.from_iterable(_encode_on_all_cores(encode_chunk, chunks, workers))
 
 
-def _chunks(found: Iterable[Record]) -> Iterator[list[Record]]:
-    iterator = iter(found)
+def _split_into_chunks(all_records: Iterable[Record]) -> Iterator[list[Record]]:
+    iterator = iter(all_records)
     while chunk := list(islice(iterator, _CHUNK)):
         yield chunk
 
 
-def _on_all_cores(
-    act: Callable[[Sequence[Record]], list[T]], chunks: Iterable[list[Record]], workers: int
+def _encode_on_all_cores(
+    encode_chunk: Callable[[Sequence[Record]], list[T]], chunks: Iterable[list[Record]], workers: int
 ) -> Iterator[list[T]]:
     # Never forked: the process that prepares may already have threads and a GPU.
     context = multiprocessing.get_context("forkserver")
@@ -197,7 +219,7 @@ def _on_all_cores(
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         waiting = deque[Future[list[T]]]()
         for chunk in chunks:
-            waiting.append(pool.submit(act, chunk))
+            waiting.append(pool.submit(encode_chunk, chunk))
             # Few are read ahead: the data may be larger than memory.
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
@@ -205,18 +227,21 @@ def _on_all_cores(
             yield waiting.popleft().result()
 
 
-def _encoded(kind: RecordKind, recipe: Recipe, chunk: Sequence[Record]) -> list[Fitted]:
-    encode = _encoder(kind, recipe)
-    return [fitted(known(encode(record), recipe, record.place), recipe.data, record.place) for record in chunk]
+def _encode_chunk(kind: RecordKind, recipe: EncodingRecipe, chunk: Sequence[Record]) -> list[FittedSample]:
+    encode = _cached_encoder(kind, recipe)
+    return [
+        fit_sample(require_known_tokens(encode(record), recipe, record.place), recipe.data, record.place)
+        for record in chunk
+    ]
 
 
 @cache
-def _encoder(kind: RecordKind, recipe: Recipe) -> Encoder:
+def _cached_encoder(kind: RecordKind, recipe: EncodingRecipe) -> Encoder:
     """Cache the encoder: in a pool every chunk needs it, and a tokenizer takes a second to load."""
-    return encoder(kind, recipe.tokenizer(), recipe.data.chat_template)
+    return build_encoder(kind, recipe.load_tokenizer(), recipe.data.chat_template)
 
 
-def known(sample: Sample, recipe: Recipe, place: str) -> Sample:
+def require_known_tokens(sample: Sample, recipe: EncodingRecipe, place: str) -> Sample:
     """Return the sample; BadData where the model has no embedding for one of its tokens."""
     largest = int(sample.tokens.max())
     if recipe.vocabulary is not None and largest >= recipe.vocabulary:

@@ -24,9 +24,9 @@ class DamagedData(TransientFailure):
     """A folder of prepared data whose content differs from what was written."""
 
 
-def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], object]) -> Path:
+def ensure_prepared_folder(folder: Path, write: Callable[[Path], None], open_folder: Callable[[Path], object]) -> Path:
     """Return a complete folder: the existing one if it opens without DamagedData, otherwise one that `write` fills."""
-    if _is_whole(folder, read):
+    if _is_complete(folder, open_folder):
         return folder
     with owned_folder(".building-", folder.parent) as building:
         write(building)
@@ -36,23 +36,23 @@ def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], ob
     return folder
 
 
-def finish(folder: Path, report: object) -> None:
+def write_report(folder: Path, report: object) -> None:
     """Write the report, which completes a folder."""
     Disk().write(folder / REPORT, TypeAdapter(type(report)).dump_json(report, indent=1))
 
 
-def damaged(folder: Path) -> DamagedData:
+def mark_damaged(folder: Path) -> DamagedData:
     """Remove the report of a folder that differs from what was written, and return the error to raise."""
     with suppress(OSError):
         (folder / REPORT).unlink(missing_ok=True)
     return DamagedData(f"{folder} was damaged since it was written; the next start builds it again")
 
 
-def _is_whole(folder: Path, read: Callable[[Path], object]) -> bool:
+def _is_complete(folder: Path, open_folder: Callable[[Path], object]) -> bool:
     if not (folder / REPORT).is_file():
         return False
     try:
-        read(folder)
+        open_folder(folder)
     except DamagedData as error:
         sys.stderr.write(f"prepared data is built again: {error}\n")
         return False

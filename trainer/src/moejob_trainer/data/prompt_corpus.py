@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from moejob_trainer.data.prepared_folder import REPORT, DamagedData, damaged
+from moejob_trainer.data.prepared_folder import REPORT, DamagedData, mark_damaged
 from moejob_trainer.data.prompts import Prompt
 
 _LINES, _PLACES = "prompts.jsonl", "places.npy"
@@ -63,48 +63,48 @@ class PromptCorpus:
         # Of each prompt.
         self._ends, self._checksums = places.T
         if len(self._ends) != self.report.prompts or len(self._lines) != self._ends[-1]:
-            raise damaged(self._folder)
+            raise mark_damaged(self._folder)
 
     def __len__(self) -> int:
         """The number of prompts."""
         return len(self._ends)
 
-    def prompt(self, number: int) -> Prompt:
+    def read_prompt(self, number: int) -> Prompt:
         """One prompt, read from disk; DamagedData where it is not what was written."""
         start = self._ends[number - 1] if number else 0
         line = self._lines[start : self._ends[number]].tobytes()
         if zlib.crc32(line) != self._checksums[number]:
-            raise damaged(self._folder)
-        written = json.loads(line)
-        messages = written.get("messages")
+            raise mark_damaged(self._folder)
+        content = json.loads(line)
+        messages = content.get("messages")
         return Prompt(
-            tuple(written["tokens"]),
-            written["text"],
-            written["fields"],
-            written["place"],
+            tuple(content["tokens"]),
+            content["text"],
+            content["fields"],
+            content["place"],
             None if messages is None else tuple(messages),
         )
 
 
-def line(prompt: Prompt) -> PromptLine:
+def encode_prompt_line(prompt: Prompt) -> PromptLine:
     """Return a prompt as it is written; values that JSON cannot hold become text."""
-    seen = {"tokens": prompt.tokens, "fields": prompt.fields}
-    unseen = {"text": prompt.text, "place": prompt.place, "messages": prompt.messages}
-    text = json.dumps(seen | unseen, default=str)
-    digest = hashlib.sha256(json.dumps(seen, default=str, sort_keys=True).encode()).digest()
+    visible_fields = {"tokens": prompt.tokens, "fields": prompt.fields}
+    hidden_fields = {"text": prompt.text, "place": prompt.place, "messages": prompt.messages}
+    text = json.dumps(visible_fields | hidden_fields, default=str)
+    digest = hashlib.sha256(json.dumps(visible_fields, default=str, sort_keys=True).encode()).digest()
     return PromptLine(text.encode() + b"\n", digest)
 
 
-def write(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
+def write_prompts(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
     """Write prompts; returns how many, and their fingerprint. Not a corpus before it is finished."""
     # 16 bytes a prompt.
-    places, hashed, end = array("q"), hashlib.sha256(), 0
+    places, digest, end = array("q"), hashlib.sha256(), 0
     with (folder / _LINES).open("wb") as file:
-        for one in lines:
-            file.write(one.text)
-            hashed.update(one.digest)
-            end += len(one.text)
-            places.extend((end, zlib.crc32(one.text)))
+        for prompt_line in lines:
+            file.write(prompt_line.text)
+            digest.update(prompt_line.digest)
+            end += len(prompt_line.text)
+            places.extend((end, zlib.crc32(prompt_line.text)))
     rows = np.frombuffer(places, dtype=np.int64).reshape(-1, 2)
     np.save(folder / _PLACES, rows)
-    return len(rows), hashed.hexdigest()
+    return len(rows), digest.hexdigest()

@@ -33,29 +33,29 @@ class PromptLoader:
     @property
     def epoch(self) -> float:
         """Return the passes over the data so far."""
-        return self._dataset.epochs(self._cursor)
+        return self._dataset.epochs_at(self._cursor)
 
     def next_prompts(self, count: int) -> list[NumberedPrompt]:
         """Return the next prompts."""
-        found, self._cursor = self._prompts_after(self._cursor, count)
-        return found
+        prompts, self._cursor = self._prompts_after(self._cursor, count)
+        return prompts
 
     def first_prompts(self, count: int) -> list[Prompt]:
         """Return the prompts that the run asks first, wherever it is now."""
-        return [each.prompt for each in self._prompts_after(self._dataset.start(), count)[0]]
+        return [numbered.prompt for numbered in self._prompts_after(self._dataset.start(), count)[0]]
 
     def _prompts_after(self, cursor: Cursor, count: int) -> tuple[list[NumberedPrompt], Cursor]:
-        found = []
+        prompts = []
         for _ in range(count):
             number = sum(cursor.taken)
-            key, cursor = self._dataset.sample(cursor)
-            found.append(NumberedPrompt(number, self._sources[key.source].prompt(key.document)))
-        return found, cursor
+            key, cursor = self._dataset.sample_document(cursor)
+            prompts.append(NumberedPrompt(number, self._sources[key.source].read_prompt(key.document)))
+        return prompts, cursor
 
-    def peek(self) -> Prompt:
+    def peek_prompt(self) -> Prompt:
         """Return the next prompt without taking it."""
-        key, _ = self._dataset.sample(self._cursor)
-        return self._sources[key.source].prompt(key.document)
+        key, _ = self._dataset.sample_document(self._cursor)
+        return self._sources[key.source].read_prompt(key.document)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the place in the prompts."""
@@ -63,7 +63,7 @@ class PromptLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last prompt that was asked; other data is refused."""
-        self._cursor = self._dataset.resumed(Cursor.from_json(state[_CURSOR]))
+        self._cursor = self._dataset.validate_cursor(Cursor.from_json(state[_CURSOR]))
 
 
 def steps_of_epochs(prompts: int, epochs: float, prompts_per_step: int) -> int:

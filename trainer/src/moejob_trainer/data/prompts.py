@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.job.model import DataFormat, Dataset, Overlong
-from moejob_trainer.data.chat_template import Template
-from moejob_trainer.data.conversations import Conversation, Message, conversation, field, text
-from moejob_trainer.data.encoding import ids, opening
-from moejob_trainer.data.preparation import Recipe
+from moejob_api.job.model import DataFormat, Dataset, OverlongSamples
+from moejob_trainer.data.chat_template import ChatTemplate
+from moejob_trainer.data.conversations import Conversation, Message, read_conversation, require_field, require_text
+from moejob_trainer.data.encoding import opening_tokens, token_ids
+from moejob_trainer.data.preparation import EncodingRecipe
 from moejob_trainer.data.records import Record
-from moejob_trainer.data.sources import records
+from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
 
 
@@ -30,20 +30,22 @@ class Prompt:
     messages: Sequence[Message] | None = None
 
 
-def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> tuple[Prompt, ...]:
+def read_prompts(dataset: Dataset, recipe: EncodingRecipe, most_tokens: int) -> tuple[Prompt, ...]:
     """Return all prompts of an evaluation, which needs them at once; most_tokens is data.maxLength less the answer.
 
     Text is a prompt as it is; messages are put through the chat template up to where the assistant answers.
     """
-    refuse_unasked(dataset, recipe, most_tokens)
-    using = recipe.tokenizer()
-    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims, recipe.pins)]
-    kept = tuple(prompt for prompt in found if fits(prompt, most_tokens, recipe.data.overlong))
-    refuse_none(dataset, len(found), len(kept), most_tokens)
-    return kept
+    refuse_unusable_prompts(dataset, recipe, most_tokens)
+    tokenizer = recipe.load_tokenizer()
+    all_prompts = [
+        read_prompt(record, tokenizer, recipe) for record in read_records(dataset, recipe.claims, recipe.pins)
+    ]
+    kept_prompts = tuple(prompt for prompt in all_prompts if can_ask_prompt(prompt, most_tokens, recipe.data.overlong))
+    refuse_no_prompts(dataset, len(all_prompts), len(kept_prompts), most_tokens)
+    return kept_prompts
 
 
-def refuse_unasked(dataset: Dataset, recipe: Recipe, most_tokens: int) -> None:
+def refuse_unusable_prompts(dataset: Dataset, recipe: EncodingRecipe, most_tokens: int) -> None:
     """Raise BadData for a data set that cannot give any prompt."""
     if dataset.format is not DataFormat.PROMPTS:
         raise BadData(f"data set {dataset.source} has the format {dataset.format}; GRPO needs Prompts")
@@ -51,21 +53,21 @@ def refuse_unasked(dataset: Dataset, recipe: Recipe, most_tokens: int) -> None:
         raise BadData(f"data.maxLength {recipe.data.max_length} leaves no room for a prompt; it holds the answer too")
 
 
-def refuse_none(dataset: Dataset, found: int, kept: int, most_tokens: int) -> None:
+def refuse_no_prompts(dataset: Dataset, found_count: int, kept_count: int, most_tokens: int) -> None:
     """BadData where no prompt of a data set is left."""
-    if not kept:
+    if not kept_count:
         raise BadData(
-            f"data set {dataset.source} (split {dataset.split}) has {found} prompts, and none of at most "
+            f"data set {dataset.source} (split {dataset.split}) has {found_count} prompts, and none of at most "
             f"{most_tokens} tokens; raise data.maxLength or lower maxNewTokens"
         )
 
 
-def fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
+def can_ask_prompt(prompt: Prompt, most_tokens: int, overlong: OverlongSamples) -> bool:
     """Return whether a prompt is asked; BadData where data.overlong does not let it be dropped."""
     length = len(prompt.tokens)
     if length <= most_tokens:
         return True
-    if overlong is Overlong.DROP:
+    if overlong is OverlongSamples.DROP:
         return False
     raise BadData(
         f"{prompt.place} is a prompt of {length} tokens, room is for {most_tokens} and data.overlong is {overlong}, "
@@ -73,28 +75,28 @@ def fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
     )
 
 
-def read_prompt(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> Prompt:
+def read_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, recipe: EncodingRecipe) -> Prompt:
     """Return the prompt of one record."""
     messages: Sequence[Message] | None = None
-    if isinstance(field(record, "prompt"), str):
-        written = text(record, "prompt")
-        tokens = [*opening(using), *ids(using, written)]
+    if isinstance(require_field(record, "prompt"), str):
+        prompt_text = require_text(record, "prompt")
+        tokens = [*opening_tokens(tokenizer), *token_ids(tokenizer, prompt_text)]
     else:
-        asked = conversation(record, "prompt")
-        written, messages = _rendered(asked, using, recipe), asked.messages
-        tokens = ids(using, written)
-    _refuse_strangers(tokens, record, recipe)
-    others = {key: value for key, value in record.fields.items() if key not in {"prompt", "tools"}}
-    return Prompt(tuple(tokens), written, others, record.place, messages)
+        chat = read_conversation(record, "prompt")
+        prompt_text, messages = _render_prompt(chat, tokenizer, recipe), chat.messages
+        tokens = token_ids(tokenizer, prompt_text)
+    _refuse_unknown_tokens(tokens, record, recipe)
+    other_fields = {key: value for key, value in record.fields.items() if key not in {"prompt", "tools"}}
+    return Prompt(tuple(tokens), prompt_text, other_fields, record.place, messages)
 
 
-def _rendered(asked: Conversation, using: PreTrainedTokenizerBase, recipe: Recipe) -> str:
-    if asked.messages[-1]["role"] == "assistant":
-        raise BadData(f"{asked.place}: the last message of the prompt is the assistant's; it must be answered by one")
-    return Template(using, recipe.data.chat_template).prompt(asked)
+def _render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase, recipe: EncodingRecipe) -> str:
+    if chat.messages[-1]["role"] == "assistant":
+        raise BadData(f"{chat.place}: the last message of the prompt is the assistant's; it must be answered by one")
+    return ChatTemplate(tokenizer, recipe.data.chat_template).render_prompt(chat)
 
 
-def _refuse_strangers(tokens: Sequence[int], record: Record, recipe: Recipe) -> None:
+def _refuse_unknown_tokens(tokens: Sequence[int], record: Record, recipe: EncodingRecipe) -> None:
     if not tokens:
         raise BadData(f"{record.place}: the prompt has no tokens")
     if recipe.vocabulary is not None and max(tokens) >= recipe.vocabulary:

@@ -43,14 +43,14 @@ def _refuse_surrogate(text: str, place: str) -> None:
         ) from error
 
 
-def without_absent(fields: Mapping[str, object]) -> Mapping[str, object]:
+def remove_absent_fields(fields: Mapping[str, object]) -> Mapping[str, object]:
     """Leave out keys without a value: Arrow gives every row the keys of all rows."""
-    return {key: _present(value) for key, value in fields.items() if value is not None}
+    return {key: _remove_absent(value) for key, value in fields.items() if value is not None}
 
 
-def _present(value: object) -> object:
+def _remove_absent(value: object) -> object:
     if isinstance(value, dict):
-        return without_absent(value)
+        return remove_absent_fields(value)
     if isinstance(value, list):
-        return [_present(item) for item in value]
+        return [_remove_absent(item) for item in value]
     return value

@@ -17,42 +17,42 @@ _GOLDEN = 0x9E3779B97F4A7C15
 Numbers = npt.NDArray[np.uint64]
 
 
-def mixed(*keys: int) -> int:
+def mix_keys(*keys: int) -> int:
     """A number of 64 bits that looks random and depends on every key and on their order."""
     state = 0
     for key in keys:
-        state = _finalized((state + (key & _WORD) + _GOLDEN) & _WORD)
+        state = _finalize_integer((state + (key & _WORD) + _GOLDEN) & _WORD)
     return state
 
 
-def shuffled(positions: npt.NDArray[Any], size: int, key: int) -> npt.NDArray[np.int64]:
+def shuffle_positions(positions: npt.NDArray[Any], size: int, key: int) -> npt.NDArray[np.int64]:
     """Return the images of positions under a permutation of range(size), without holding the permutation.
 
     A Feistel network permutes the next power of four; walking on until a value lies in range keeps it a permutation.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    values = _permuted(positions.astype(np.uint64), half, key)
+    values = _permute_values(positions.astype(np.uint64), half, key)
     while (outside := values >= np.uint64(size)).any():
-        values[outside] = _permuted(values[outside], half, key)
+        values[outside] = _permute_values(values[outside], half, key)
     return values.astype(np.int64)
 
 
-def _permuted(values: Numbers, half: int, key: int) -> Numbers:
+def _permute_values(values: Numbers, half: int, key: int) -> Numbers:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for number in range(_ROUNDS):
-        left, right = right, left ^ (_scrambled(right + np.uint64(mixed(key, number))) & mask)
+        left, right = right, left ^ (_finalize_array(right + np.uint64(mix_keys(key, number))) & mask)
     return (left << shift) | right
 
 
 # The finalizer of SplitMix64, for Python's integers and for arrays, which overflow as it wants.
-def _finalized(value: int) -> int:
+def _finalize_integer(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
     return value ^ (value >> 31)
 
 
-def _scrambled(values: Numbers) -> Numbers:
+def _finalize_array(values: Numbers) -> Numbers:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

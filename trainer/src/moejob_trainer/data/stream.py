@@ -13,9 +13,9 @@ from typing import overload
 
 from moejob_api.derived import global_batch_size
 from moejob_api.job import Spec
-from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
+from moejob_trainer.data.blending import BlendedDataset, Cursor, DocumentKey
 from moejob_trainer.data.corpus import Corpus
-from moejob_trainer.data.packing import BatchPlan, PackedRows, rank_batch, slots_of_ranks
+from moejob_trainer.data.packing import BatchPlan, PackedRows, assign_slots, build_micro_batches
 from moejob_trainer.training import Document, MicroBatch
 
 # A document without room in a batch waits for the next batch; when this many wait, the batch is full.
@@ -37,7 +37,7 @@ def batch_size(spec: Spec) -> BatchSize:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RankBatch:
     """One rank's part of a global batch, and sums over the global batch."""
 
     micro_batches: list[MicroBatch]
@@ -48,7 +48,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class TrainingBatch(Batch):
+class TrainingBatch(RankBatch):
     """A global batch of the training data."""
 
     # Passes over the data, this batch included.
@@ -65,9 +65,9 @@ class BatchShare:
     rank: int
 
 
-def sample_count(mixed: BlendedDataset, epochs: float | None) -> int | None:
+def sample_count(blend: BlendedDataset, epochs: float | None) -> int | None:
     """Return the number of documents that a run samples in all; None where its steps are counted instead."""
-    return None if epochs is None else max(1, math.ceil(epochs * mixed.documents - 1e-6))
+    return None if epochs is None else max(1, math.ceil(epochs * blend.document_count - 1e-6))
 
 
 @dataclass(frozen=True)
@@ -75,93 +75,93 @@ class TrainingData:
     """The training data of a run and how much of it makes a batch."""
 
     corpora: Sequence[Corpus]
-    mixture: BlendedDataset
+    blend: BlendedDataset
     size: BatchSize
     # Documents that are sampled in all. None: without end, epoch after epoch.
     sample_count: int | None = None
 
-    def batches(self, share: BatchShare, cursor: Cursor | None = None) -> Iterator[TrainingBatch]:
+    def global_batches(self, share: BatchShare, cursor: Cursor | None = None) -> Iterator[TrainingBatch]:
         """Global batches from a cursor on; ends after the last sample."""
-        cursor = self.mixture.start() if cursor is None else self.mixture.resumed(cursor)
+        cursor = self.blend.start() if cursor is None else self.blend.validate_cursor(cursor)
         while True:
-            keys, cursor = self.selected(cursor)
+            keys, cursor = self.select_documents(cursor)
             if not keys:
                 return
             yield TrainingBatch(
-                **vars(_batch(self.corpora, keys, share)), epoch=self.mixture.epochs(cursor), cursor=cursor
+                **vars(_build_batch(self.corpora, keys, share)), epoch=self.blend.epochs_at(cursor), cursor=cursor
             )
 
-    def steps(self) -> int:
+    def count_steps(self) -> int:
         """Return the number of global batches in all; looks at lengths only."""
         if self.sample_count is None:
             raise ValueError("a run without a sample count does not end by itself")
         if not self.size.packing:
             return -(-self.sample_count // self.size.rows)
-        steps, (keys, cursor) = 0, self.selected(self.mixture.start())
+        steps, (keys, cursor) = 0, self.select_documents(self.blend.start())
         while keys:
             steps += 1
-            keys, cursor = self.selected(cursor)
+            keys, cursor = self.select_documents(cursor)
         return steps
 
-    def selected(self, cursor: Cursor) -> tuple[list[Key], Cursor]:
+    def select_documents(self, cursor: Cursor) -> tuple[list[DocumentKey], Cursor]:
         """The documents of the next global batch; none at the end."""
-        return self._packed(cursor) if self.size.packing else self._one_a_row(cursor)
+        return self._select_packed(cursor) if self.size.packing else self._select_one_per_row(cursor)
 
-    def _one_a_row(self, cursor: Cursor) -> tuple[list[Key], Cursor]:
-        keys: list[Key] = []
+    def _select_one_per_row(self, cursor: Cursor) -> tuple[list[DocumentKey], Cursor]:
+        keys: list[DocumentKey] = []
         while len(keys) < self.size.rows and self._has_samples(cursor):
-            key, cursor = self.mixture.sample(cursor)
+            key, cursor = self.blend.sample_document(cursor)
             keys.append(key)
         return keys, cursor
 
-    def _packed(self, cursor: Cursor) -> tuple[list[Key], Cursor]:
+    def _select_packed(self, cursor: Cursor) -> tuple[list[DocumentKey], Cursor]:
         rows = PackedRows(self.size.rows, self.size.row_tokens)
-        keys: list[Key] = []
-        waiting: list[Key] = []
+        keys: list[DocumentKey] = []
+        waiting: list[DocumentKey] = []
         for key in cursor.waiting:
-            (waiting if rows.place(self._length(key)) is None else keys).append(key)
+            (waiting if rows.place_document(self._document_length(key)) is None else keys).append(key)
         while len(waiting) < max(_LEAST_WAITING, self.size.rows) and self._has_samples(cursor):
-            key, cursor = self.mixture.sample(cursor)
-            (waiting if rows.place(self._length(key)) is None else keys).append(key)
+            key, cursor = self.blend.sample_document(cursor)
+            (waiting if rows.place_document(self._document_length(key)) is None else keys).append(key)
         return keys, replace(cursor, waiting=tuple(waiting))
 
     def _has_samples(self, cursor: Cursor) -> bool:
         return self.sample_count is None or sum(cursor.taken) < self.sample_count
 
-    def _length(self, key: Key) -> int:
+    def _document_length(self, key: DocumentKey) -> int:
         return int(self.corpora[key.source].lengths[key.document])
 
 
-def evaluation(corpora: Sequence[Corpus], size: BatchSize, share: BatchShare) -> Iterator[Batch]:
+def evaluation_batches(corpora: Sequence[Corpus], size: BatchSize, share: BatchShare) -> Iterator[RankBatch]:
     """Every document of the evaluation data once and in order, in batches of about the size of training's."""
-    keys: list[Key] = []
-    filled = 0
+    keys: list[DocumentKey] = []
+    filled_tokens = 0
     for source, corpus in enumerate(corpora):
         for number, length in enumerate(corpus.lengths.tolist()):
             cost = length if size.packing else size.row_tokens
-            if keys and filled + cost > size.rows * size.row_tokens:
-                yield _batch(corpora, keys, share)
-                keys, filled = [], 0
-            keys.append(Key(source, number))
-            filled += cost
-    yield _batch(corpora, keys, share)
+            if keys and filled_tokens + cost > size.rows * size.row_tokens:
+                yield _build_batch(corpora, keys, share)
+                keys, filled_tokens = [], 0
+            keys.append(DocumentKey(source, number))
+            filled_tokens += cost
+    yield _build_batch(corpora, keys, share)
 
 
-def _batch(corpora: Sequence[Corpus], keys: Sequence[Key], share: BatchShare) -> Batch:
+def _build_batch(corpora: Sequence[Corpus], keys: Sequence[DocumentKey], share: BatchShare) -> RankBatch:
     lengths = [int(corpora[key.source].lengths[key.document]) for key in keys]
-    slots = slots_of_ranks(lengths, share.plan)[share.rank]
-    return Batch(
-        micro_batches=rank_batch(_Documents(corpora, keys), slots, share.plan),
+    slots = assign_slots(lengths, share.plan)[share.rank]
+    return RankBatch(
+        micro_batches=build_micro_batches(_LazyDocuments(corpora, keys), slots, share.plan),
         loss_weight=float(sum(int(corpora[key.source].trained_tokens[key.document]) for key in keys)),
         documents=len(keys),
         tokens=sum(lengths),
     )
 
 
-class _Documents(Sequence[Document]):
+class _LazyDocuments(Sequence[Document]):
     """Reads a document when it is asked for: a rank asks for its own only."""
 
-    def __init__(self, corpora: Sequence[Corpus], keys: Sequence[Key]) -> None:
+    def __init__(self, corpora: Sequence[Corpus], keys: Sequence[DocumentKey]) -> None:
         self._corpora, self._keys = corpora, keys
 
     def __len__(self) -> int:
@@ -173,6 +173,6 @@ class _Documents(Sequence[Document]):
     def __getitem__(self, place: slice) -> Sequence[Document]: ...
     def __getitem__(self, place: int | slice) -> Document | Sequence[Document]:
         if isinstance(place, slice):
-            return _Documents(self._corpora, self._keys[place])
+            return _LazyDocuments(self._corpora, self._keys[place])
         key = self._keys[place]
-        return self._corpora[key.source].document(key.document, key.source)
+        return self._corpora[key.source].read_document(key.document, key.source)

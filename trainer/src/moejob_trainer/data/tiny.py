@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moejob_trainer.data.shuffling import mixed
+from moejob_trainer.data.shuffling import mix_keys
 
 TOKENIZER = "moejob/tiny-moe"
 CHATS = "moejob/tiny-chats"
@@ -56,9 +56,9 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerBase:
+def build_tokenizer() -> PreTrainedTokenizerBase:
     """Byte-level BPE: any text goes through it and comes back the same."""
-    vocabulary, merges = _vocabulary()
+    vocabulary, merges = _build_vocabulary()
     tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
@@ -73,15 +73,15 @@ def tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
-def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _build_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     names = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    known, merges = set(names), list[tuple[str, str]]()
+    known_tokens, merges = set(names), list[tuple[str, str]]()
     for word in (word.replace(" ", "Ġ") for word in _WORDS):
         for end in range(1, len(word)):
-            whole = word[: end + 1]
-            if whole not in known and len(names) < _VOCABULARY:
-                names.append(whole)
-                known.add(whole)
+            token = word[: end + 1]
+            if token not in known_tokens and len(names) < _VOCABULARY:
+                names.append(token)
+                known_tokens.add(token)
                 merges.append((word[:end], word[end]))
     return {name: number for number, name in enumerate(names)}, merges
 
@@ -99,72 +99,72 @@ _SPLITS = {"train": 512, "test": 64}
 _GUESSES, _RIGHT_GUESSES = 5, 3
 
 
-def splits() -> tuple[str, ...]:
+def split_names() -> tuple[str, ...]:
     """The splits that all data sets have; no question of one is in the other."""
     return tuple(_SPLITS)
 
 
-def chats(split: str) -> Iterator[Mapping[str, object]]:
+def chat_records(split: str) -> Iterator[Mapping[str, object]]:
     """Conversations of one to three exchanges, a few with a system message in front."""
-    pool = [exchange for exchange in _exchanges() if _split(exchange) == split]
+    pool = [exchange for exchange in _all_exchanges() if _assign_split(exchange) == split]
     for number in range(_SPLITS[split]):
-        draw = mixed(len(split), number)
-        turns = [pool[mixed(draw, turn) % len(pool)] for turn in range(1 + draw % 3)]
-        system = [_message("system", _SYSTEM)] if draw // 3 % 4 == 0 else []
-        yield {"messages": system + [message for turn in turns for message in _messages(turn)]}
+        draw = mix_keys(len(split), number)
+        turns = [pool[mix_keys(draw, turn) % len(pool)] for turn in range(1 + draw % 3)]
+        system = [_chat_message("system", _SYSTEM)] if draw // 3 % 4 == 0 else []
+        yield {"messages": system + [message for turn in turns for message in _exchange_messages(turn)]}
 
 
-def sums(split: str) -> Iterator[Mapping[str, object]]:
+def sum_records(split: str) -> Iterator[Mapping[str, object]]:
     """Sums of digits up to 5 as tiny-chats asks them, with the answer beside the prompt."""
-    for exchange in _small_sums(split):
-        yield {"prompt": [_message("user", exchange.question)], "answer": exchange.answer}
+    for exchange in _small_sum_exchanges(split):
+        yield {"prompt": [_chat_message("user", exchange.question)], "answer": exchange.answer}
 
 
-def guesses(split: str) -> Iterator[Mapping[str, object]]:
+def guess_records(split: str) -> Iterator[Mapping[str, object]]:
     """Conversations that ask each of these sums five times: three answers are right, two are those of other sums.
 
     A model that has learned them knows what an answer looks like and often gives the right one; rewards teach the rest.
     """
-    pool = [*_small_sums(split)]
+    pool = [*_small_sum_exchanges(split)]
     for number, exchange in enumerate(pool):
         for turn in range(_GUESSES):
-            other = pool[mixed(len(split), number, turn) % len(pool)]
-            answer = exchange.answer if turn < _RIGHT_GUESSES else other.answer
-            yield {"messages": [*_messages(Exchange(exchange.question, answer))]}
+            other_exchange = pool[mix_keys(len(split), number, turn) % len(pool)]
+            answer = exchange.answer if turn < _RIGHT_GUESSES else other_exchange.answer
+            yield {"messages": [*_exchange_messages(Exchange(exchange.question, answer))]}
 
 
-def _exchanges() -> Iterator[Exchange]:
-    yield from _sums()
+def _all_exchanges() -> Iterator[Exchange]:
+    yield from _sum_exchanges()
     for thing, colour in _COLOURS.items():
         yield Exchange(f"what colour is {thing}", f"{thing} is {colour}")
     for phrase in _SAYINGS:
         yield Exchange(f"say {phrase}", phrase)
-    for word, other in _OPPOSITES.items():
-        yield Exchange(f"what is the opposite of {word}", other)
-        yield Exchange(f"what is the opposite of {other}", word)
+    for word, opposite in _OPPOSITES.items():
+        yield Exchange(f"what is the opposite of {word}", opposite)
+        yield Exchange(f"what is the opposite of {opposite}", word)
     for first in range(1, 8):
         for last in range(first + 2, 10):
             numbers = " ".join(str(number) for number in range(first, last + 1))
             yield Exchange(f"count from {first} to {last}", numbers)
 
 
-def _sums(below: int = 10) -> Iterator[Exchange]:
+def _sum_exchanges(below: int = 10) -> Iterator[Exchange]:
     for left in range(below):
         for right in range(below):
             yield Exchange(f"{left} + {right}", str(left + right))
 
 
-def _small_sums(split: str) -> Iterator[Exchange]:
-    return (exchange for exchange in _sums(below=6) if _split(exchange) == split)
+def _small_sum_exchanges(split: str) -> Iterator[Exchange]:
+    return (exchange for exchange in _sum_exchanges(below=6) if _assign_split(exchange) == split)
 
 
-def _split(exchange: Exchange) -> str:
-    return "test" if mixed(*exchange.question.encode()) % 8 == 0 else "train"
+def _assign_split(exchange: Exchange) -> str:
+    return "test" if mix_keys(*exchange.question.encode()) % 8 == 0 else "train"
 
 
-def _messages(exchange: Exchange) -> tuple[dict[str, str], dict[str, str]]:
-    return _message("user", exchange.question), _message("assistant", exchange.answer)
+def _exchange_messages(exchange: Exchange) -> tuple[dict[str, str], dict[str, str]]:
+    return _chat_message("user", exchange.question), _chat_message("assistant", exchange.answer)
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _chat_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}

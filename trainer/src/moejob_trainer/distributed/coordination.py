@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from moejob_trainer.distributed.encoding import BOOLEAN, decoded, encoded
+from moejob_trainer.distributed.encoding import BOOLEAN, decode_message, encode_message
 from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
 
 T = TypeVar("T")
@@ -54,73 +54,73 @@ class SingleRank:
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
         """The one value."""
-        return [decoded(encoded(value, kind), kind)]
+        return [decode_message(encode_message(value, kind), kind)]
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
         """The value."""
-        return decoded(encoded(value, kind), kind)
+        return decode_message(encode_message(value, kind), kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ActionResult:
     """The result of an action that succeeded, as JSON."""
 
     content: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ActionFailure:
     """The foreseen error of an action that failed."""
 
     error: ErrorName
     message: str
 
 
-_OUTCOME: TypeAdapter[Done | Failed] = TypeAdapter(Done | Failed)
-_FAILURE: TypeAdapter[Failed | None] = TypeAdapter(Failed | None)
+_OUTCOME: TypeAdapter[ActionResult | ActionFailure] = TypeAdapter(ActionResult | ActionFailure)
+_FAILURE: TypeAdapter[ActionFailure | None] = TypeAdapter(ActionFailure | None)
 
 
-def attempted(act: Callable[[], T], kind: TypeAdapter[T]) -> Done | Failed:
+def capture_outcome(action: Callable[[], T], kind: TypeAdapter[T]) -> ActionResult | ActionFailure:
     """Return the result of an action, foreseen failures as values."""
     try:
-        return Done(encoded(act(), kind).decode())
+        return ActionResult(encode_message(action(), kind).decode())
     except (Superseded, BadConfiguration, TransientFailure) as error:
-        return Failed(_name(error), str(error))
+        return ActionFailure(_error_name(error), str(error))
 
 
-def on_all_ranks(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> list[T]:
+def run_on_all_ranks(ranks: Coordinator, action: Callable[[], T], kind: TypeAdapter[T]) -> list[T]:
     """Act on every rank; rank 0 gets all results in rank order, the others nothing. A failure is raised on all."""
-    outcomes = ranks.gather(attempted(act, kind), _OUTCOME)
-    _raise(ranks.broadcast(_worst(outcomes), _FAILURE))
-    return [decoded(one.content.encode(), kind) for one in outcomes if isinstance(one, Done)]
+    outcomes = ranks.gather(capture_outcome(action, kind), _OUTCOME)
+    _raise_failure(ranks.broadcast(_worst_failure(outcomes), _FAILURE))
+    return [decode_message(outcome.content.encode(), kind) for outcome in outcomes if isinstance(outcome, ActionResult)]
 
 
-def on_first_rank(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> T:
+def run_on_first_rank(ranks: Coordinator, action: Callable[[], T], kind: TypeAdapter[T]) -> T:
     """Act on rank 0; all ranks get its result, or all raise."""
-    outcome = ranks.broadcast(attempted(act, kind) if ranks.rank == 0 else None, _OUTCOME)
-    if isinstance(outcome, Failed):
+    outcome = ranks.broadcast(capture_outcome(action, kind) if ranks.rank == 0 else None, _OUTCOME)
+    if isinstance(outcome, ActionFailure):
         raise _FORESEEN[outcome.error](outcome.message)
-    return decoded(outcome.content.encode(), kind)
+    return decode_message(outcome.content.encode(), kind)
 
 
-def all_agree(ranks: Coordinator, claim: bool) -> bool:
+def is_true_everywhere(ranks: Coordinator, condition: bool) -> bool:
     """Return whether this is true on every rank."""
-    claims = ranks.gather(claim, BOOLEAN)
-    return ranks.broadcast(all(claims), BOOLEAN)
+    conditions = ranks.gather(condition, BOOLEAN)
+    return ranks.broadcast(all(conditions), BOOLEAN)
 
 
-def _name(error: Exception) -> ErrorName:
+def _error_name(error: Exception) -> ErrorName:
     return next(name for name, kind in _FORESEEN.items() if isinstance(error, kind))
 
 
-def _worst(outcomes: Sequence[Done | Failed]) -> Failed | None:
-    failures = [(rank, one) for rank, one in enumerate(outcomes) if isinstance(one, Failed)]
+def _worst_failure(outcomes: Sequence[ActionResult | ActionFailure]) -> ActionFailure | None:
+    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, ActionFailure)]
     if not failures:
         return None
     rank, worst = min(failures, key=lambda failure: [*_FORESEEN].index(failure[1].error))
     return worst if len(outcomes) == 1 else replace(worst, message=f"rank {rank}: {worst.message}")
 
 
-def _raise(failure: Failed | None) -> None:
+def _raise_failure(failure: ActionFailure | None) -> None:
     if failure is not None:
         raise _FORESEEN[failure.error](failure.message)

@@ -25,14 +25,14 @@ class BadMessage(ValueError):
     """A peer sent a message that no rank of moejob sends."""
 
 
-def encoded(value: T | None, kind: TypeAdapter[T]) -> bytes:
+def encode_message(value: T | None, kind: TypeAdapter[T]) -> bytes:
     """Return the value as JSON."""
     # pydantic's own dump_json writes NaN as null; a measurement may be NaN and must arrive as NaN.
     plain = kind.dump_python(value, mode="json", by_alias=True, warnings="none")  # type: ignore[arg-type]
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
-def decoded(content: bytes, kind: TypeAdapter[T]) -> T:
+def decode_message(content: bytes, kind: TypeAdapter[T]) -> T:
     """Return the value of a JSON message; BadMessage where it is of another type."""
     try:
         return kind.validate_json(content)

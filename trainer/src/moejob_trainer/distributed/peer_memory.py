@@ -35,17 +35,17 @@ class PeerMemory:
         first = self.shares[self.rank]
         self.addresses = torch.tensor([share.data_ptr() for share in self.shares], device=first.device)
 
-    def rows(self, width: int, dtype: torch.dtype) -> int:
+    def row_capacity(self, width: int, dtype: torch.dtype) -> int:
         """Return how many rows of this width fit into a share."""
         return self.shares[self.rank].numel() // (width * dtype.itemsize)
 
-    def as_rows(self, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def view_as_rows(self, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the shares of all ranks as rows, each [rows, width]."""
-        kind = width, dtype
-        if kind not in self._views:
-            taken = self.rows(width, dtype) * width * dtype.itemsize
-            self._views[kind] = tuple(share[:taken].view(dtype).view(-1, width) for share in self.shares)
-        return self._views[kind]
+        key = width, dtype
+        if key not in self._views:
+            used_bytes = self.row_capacity(width, dtype) * width * dtype.itemsize
+            self._views[key] = tuple(share[:used_bytes].view(dtype).view(-1, width) for share in self.shares)
+        return self._views[key]
 
     def count_overflow(self, needed: int, rows: int) -> None:
         """Count an exchange that does not fit and goes by all-to-all; the first rank logs the first of them."""

@@ -19,7 +19,7 @@ class PeerPlace:
     reached: tuple[str, ...] = ()
 
 
-def obstacle(places: Sequence[PeerPlace]) -> str:
+def find_obstacle(places: Sequence[PeerPlace]) -> str:
     """Return the reason that these ranks cannot write to each other's memory; empty when they can.
 
     Every rank of the group calls it with the same places, so all decide alike.
@@ -30,15 +30,18 @@ def obstacle(places: Sequence[PeerPlace]) -> str:
     devices = [place.device for place in places]
     if any(devices) and len(set(devices)) < len(devices):
         return f"its {len(devices)} ranks share {len(set(devices))} GPUs"
-    apart = next(_apart(places), None)
-    if apart is not None:
-        return f"rank {apart[0]} of it cannot reach the memory of rank {apart[1]}: neither NVLink nor P2P joins them"
+    unreachable_pair = next(_unreachable_pairs(places), None)
+    if unreachable_pair is not None:
+        return (
+            f"rank {unreachable_pair[0]} of it cannot reach the memory of rank {unreachable_pair[1]}: neither NVLink "
+            "nor P2P joins them"
+        )
     return ""
 
 
-def _apart(places: Sequence[PeerPlace]) -> Iterator[tuple[int, int]]:
+def _unreachable_pairs(places: Sequence[PeerPlace]) -> Iterator[tuple[int, int]]:
     # Both directions: each rank reports only what its own GPU reaches.
     for rank, place in enumerate(places):
-        for other, peer in enumerate(places):
+        for peer_rank, peer in enumerate(places):
             if peer.device != place.device and peer.device not in place.reached:
-                yield rank, other
+                yield rank, peer_rank

@@ -25,31 +25,31 @@ class SideStream:
         # With priority: else its short kernels would wait for the long ones of the computation to end.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def begin(self, start: Start, then: Callable[[Tensor], None]) -> Finish:
+    def start_exchange(self, start: Start, on_arrival: Callable[[Tensor], None]) -> Finish:
         """Start an exchange, and call `then` with its rows: on a GPU when they arrive, on a CPU at the finish."""
         if self._stream is None:
-            return partial(_finish, start(), then)
-        return self.run(lambda: _finish(start(), then))
+            return partial(_finish_exchange, start(), on_arrival)
+        return self.run(lambda: _finish_exchange(start(), on_arrival))
 
-    def run(self, act: Callable[[], None]) -> Finish:
+    def run(self, work: Callable[[], None]) -> Finish:
         """Run a function on the stream, after all work launched so far; on a CPU at once."""
         if self._stream is None:
-            act()
-            return _nothing
+            work()
+            return _do_nothing
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            act()
-            is_done = self._stream.record_event()
-        return partial(_follow, is_done, self._stream.device)
+            work()
+            done_event = self._stream.record_event()
+        return partial(_wait_for_event, done_event, self._stream.device)
 
 
-def _finish(pending: PendingCollective, then: Callable[[Tensor], None]) -> None:
-    then(pending.wait())
+def _finish_exchange(pending: PendingCollective, on_arrival: Callable[[Tensor], None]) -> None:
+    on_arrival(pending.wait())
 
 
-def _follow(event: torch.cuda.Event, device: torch.device) -> None:
+def _wait_for_event(event: torch.cuda.Event, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: a CPU has run the function already."""

@@ -16,12 +16,12 @@ from moejob_api.job.evaluations import MEAN, prompt_sets
 from moejob_api.job.grpo import Reward
 from moejob_api.job.model import Dataset
 from moejob_api.job.training import EvalAnswers
-from moejob_trainer.data.preparation import Recipe
-from moejob_trainer.data.prompts import Prompt, prompts
+from moejob_trainer.data.preparation import EncodingRecipe
+from moejob_trainer.data.prompts import Prompt, read_prompts
 from moejob_trainer.data.stream import BatchShare
 from moejob_trainer.errors import BadData
-from moejob_trainer.objectives.answering import Bounds, NextTokens, answers
-from moejob_trainer.rewards.built_in import Score, built_in
+from moejob_trainer.objectives.answering import AnswerBounds, NextTokenModel, generate_answers
+from moejob_trainer.rewards.built_in import ScoreFunction, built_in_score
 from moejob_trainer.rewards.completion import Completion, RewardFailed
 from moejob_trainer.runtime.disk import Disk, write_lines
 
@@ -31,7 +31,7 @@ _SAMPLES = "samples"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredPrompt:
     """A prompt with its answer and its reward, which rank 0 alone has."""
 
     prompt: Prompt
@@ -40,9 +40,9 @@ class Answered:
     is_ended: bool
     reward: float
 
-    def line(self, step: int) -> str:
+    def sample_line(self, step: int) -> str:
         """Return the line of the samples file, with the field names of GRPO's samples."""
-        told = {
+        fields = {
             "step": step,
             "prompt": self.prompt.text,
             "answer": self.text,
@@ -50,7 +50,7 @@ class Answered:
             "tokens": self.tokens,
             "reward": self.reward,
         }
-        return json.dumps(told, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,67 +64,67 @@ class EvalPrompts:
     decode: Callable[[Sequence[int]], str]
     folder: Path
 
-    def metrics(
-        self, step: int, engine: NextTokens, share: BatchShare, passed: Callable[[], object]
+    def evaluate_answers(
+        self, step: int, engine: NextTokenModel, share: BatchShare, after_each_token: Callable[[], object]
     ) -> Mapping[str, float]:
         """Generate an answer to each prompt on all ranks; return the mean score on rank 0."""
         if not self.tokens:
             return {}
-        bounds = Bounds(self.stop_tokens, self.settings.max_new_tokens)
-        found = answers(engine, self.tokens, bounds, share, passed)
-        answered = list(self._scored(found))
-        if not answered:
+        bounds = AnswerBounds(self.stop_tokens, self.settings.max_new_tokens)
+        token_lists = generate_answers(engine, self.tokens, bounds, share, after_each_token)
+        scored_answers = list(self._score_answers(token_lists))
+        if not scored_answers:
             return {}
-        self._write(step, answered)
+        self._write_samples(step, scored_answers)
         return {
-            f"{MEAN}@1": sum(one.reward for one in answered) / len(answered),
-            "evalAnswerTokens": float(sum(one.tokens for one in answered)),
-            "evalTruncated": sum(not one.is_ended for one in answered) / len(answered),
+            f"{MEAN}@1": sum(answer.reward for answer in scored_answers) / len(scored_answers),
+            "evalAnswerTokens": float(sum(one.tokens for one in scored_answers)),
+            "evalTruncated": sum(not one.is_ended for one in scored_answers) / len(scored_answers),
         }
 
-    def _scored(self, found: Sequence[Sequence[int]]) -> Iterator[Answered]:
-        score = _score(self.settings)
+    def _score_answers(self, token_lists: Sequence[Sequence[int]]) -> Iterator[AnsweredPrompt]:
+        score = _build_score(self.settings)
         # Other ranks have no records.
-        for prompt, tokens in zip(self.records, found, strict=False):
+        for prompt, tokens in zip(self.records, token_lists, strict=False):
             text = self.decode(tokens)
-            reward = score(_completion(prompt, text, len(tokens), self.settings))
-            yield Answered(prompt, text, len(tokens), tokens[-1] in self.stop_tokens, reward)
+            reward = score(_build_completion(prompt, text, len(tokens), self.settings))
+            yield AnsweredPrompt(prompt, text, len(tokens), tokens[-1] in self.stop_tokens, reward)
 
-    def _write(self, step: int, answered: Sequence[Answered]) -> None:
-        lines = [one.line(step) for one in answered]
+    def _write_samples(self, step: int, scored_answers: Sequence[AnsweredPrompt]) -> None:
+        lines = [answer.sample_line(step) for answer in scored_answers]
         sys.stdout.write("".join(f"{line}\n" for line in lines[:_SHOWN]))
         write_lines(Disk(), self.folder / _SAMPLES / f"eval-step-{step}.jsonl", lines)
 
 
-def read_eval_prompts(spec: Spec, recipe: Recipe) -> list[Prompt]:
+def read_eval_prompts(spec: Spec, recipe: EncodingRecipe) -> list[Prompt]:
     """Read the first prompts of each set, and refuse records that no answer can be scored against."""
     settings = spec.training.eval_answers
     most_tokens = spec.data.max_length - settings.max_new_tokens
     records = [
         prompt
         for dataset in prompt_sets(spec)
-        for prompt in prompts(_first_of(dataset, settings.prompts), recipe, most_tokens)
+        for prompt in read_prompts(_first_records(dataset, settings.prompts), recipe, most_tokens)
     ]
     for prompt in records:
         _refuse_without_reference(prompt, settings)
     return records
 
 
-def _first_of(dataset: Dataset, most: int) -> Dataset:
-    return dataset.model_copy(update={"max_examples": min(most, dataset.max_examples or most)})
+def _first_records(dataset: Dataset, most_records: int) -> Dataset:
+    return dataset.model_copy(update={"max_examples": min(most_records, dataset.max_examples or most_records)})
 
 
 def _refuse_without_reference(prompt: Prompt, settings: EvalAnswers) -> None:
     """Raise BadData for a record without a reference: before the first step, not at the first evaluation."""
     try:
-        _score(settings)(_completion(prompt, "", 0, settings))
+        _build_score(settings)(_build_completion(prompt, "", 0, settings))
     except RewardFailed as failed:
         raise BadData(f"{prompt.place}: {failed}; set training.evalAnswers.reference or columns") from failed
 
 
-def _score(settings: EvalAnswers) -> Score:
-    return built_in(Reward(name=settings.reward, reference=settings.reference))
+def _build_score(settings: EvalAnswers) -> ScoreFunction:
+    return built_in_score(Reward(name=settings.reward, reference=settings.reference))
 
 
-def _completion(prompt: Prompt, text: str, tokens: int, settings: EvalAnswers) -> Completion:
+def _build_completion(prompt: Prompt, text: str, tokens: int, settings: EvalAnswers) -> Completion:
     return Completion(prompt.text, text, tokens, settings.max_new_tokens, prompt.fields)

@@ -27,7 +27,7 @@ class EvaluationScore(ApiModel):
     value: float
 
 
-class Ranking(ApiModel):
+class EvaluationRanking(ApiModel):
     """The evaluations by one measure that later decisions need."""
 
     measure: str
@@ -40,19 +40,19 @@ class Ranking(ApiModel):
     reference: float | None = None
     without_improvement: Annotated[int, Field(ge=0)] = 0
 
-    def kept(self, step: int) -> EvaluationScore | None:
+    def kept_score(self, step: int) -> EvaluationScore | None:
         """Return the score of the evaluation after a step if it is among the best, else None."""
-        return next((one for one in self.best if one.step == step), None)
+        return next((score for score in self.best if score.step == step), None)
 
     def as_fields(self) -> dict[str, float]:
         """Return the fields of a line of the step log."""
-        found: dict[str, float] = {} if self.newest is None else {StatusMeasure.EVAL_SCORE.value: self.newest.value}
+        fields: dict[str, float] = {} if self.newest is None else {StatusMeasure.EVAL_SCORE.value: self.newest.value}
         if self.best:
-            found |= {
+            fields |= {
                 StatusMeasure.BEST_STEP.value: self.best[0].step,
                 StatusMeasure.BEST_SCORE.value: self.best[0].value,
             }
-        return found
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +63,34 @@ class RankingTerms:
     least_improvement: float = 0.0
 
 
-def ranked(before: Ranking, step: int, value: float | None, terms: RankingTerms) -> Ranking:
+def add_evaluation(
+    ranking: EvaluationRanking, step: int, value: float | None, terms: RankingTerms
+) -> EvaluationRanking:
     """Return the ranking with one evaluation more.
 
     An evaluation without a score, because no answer could be scored, changes no rank. A score that is not finite is
     never among the best and no improvement. Of two equal scores the earlier ranks first: nothing was gained since.
     """
     if value is None:
-        return before.model_copy(update={"newest": None, "step": step})
+        return ranking.model_copy(update={"newest": None, "step": step})
     if not math.isfinite(value):
-        return before.model_copy(
-            update={"newest": None, "step": step, "without_improvement": before.without_improvement + 1}
+        return ranking.model_copy(
+            update={"newest": None, "step": step, "without_improvement": ranking.without_improvement + 1}
         )
     score = EvaluationScore(step=step, value=value)
     # A run that was resumed before this step evaluates it again; the ranking has each step once.
-    others = [one for one in before.best if one.step != step]
-    place = sum(not is_better(before.measure, value, one.value) for one in others)
-    best = (*others[:place], score, *others[place:])[: terms.keep]
-    improves = before.reference is None or is_better(before.measure, value, before.reference, terms.least_improvement)
-    return before.model_copy(
+    earlier_scores = [earlier_score for earlier_score in ranking.best if earlier_score.step != step]
+    rank = sum(not is_better(ranking.measure, value, one.value) for one in earlier_scores)
+    best = (*earlier_scores[:rank], score, *earlier_scores[rank:])[: terms.keep]
+    is_improvement = ranking.reference is None or is_better(
+        ranking.measure, value, ranking.reference, terms.least_improvement
+    )
+    return ranking.model_copy(
         update={
             "best": best,
             "newest": score,
             "step": step,
-            "reference": value if improves else before.reference,
-            "without_improvement": 0 if improves else before.without_improvement + 1,
+            "reference": value if is_improvement else ranking.reference,
+            "without_improvement": 0 if is_improvement else ranking.without_improvement + 1,
         }
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.interchange.conversion import export_megatron, import_megatron
+from moejob_trainer.interchange.conversion import export_megatron_checkpoint, import_megatron_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,30 +22,30 @@ def main(arguments: list[str] | None = None) -> int:
     # What Megatron says about fusions and kernels concerns no conversion.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    asked = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
-        done = _exported(asked) if asked.direction == "export" else _imported(asked)
+        summary = _run_export(options) if options.direction == "export" else _run_import(options)
     except InvalidSpec as error:
         print(*(problem.message for problem in error.problems), sep="\n", file=sys.stderr)  # noqa: T201
         return ExitCode.BAD_CONFIGURATION
     except OSError as error:
-        print(f"{asked.out}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"{options.out}: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(done)  # noqa: T201
+    print(summary)  # noqa: T201
     return ExitCode.DONE
 
 
-def _imported(asked: argparse.Namespace) -> str:
-    report = import_megatron(asked.source, asked.config, asked.out)
-    return f"wrote {asked.out}: {len(report.checksums)} tensors, {report.bytes:,} bytes, each read back and compared"
+def _run_import(options: argparse.Namespace) -> str:
+    report = import_megatron_checkpoint(options.source, options.config, options.out)
+    return f"wrote {options.out}: {len(report.checksums)} tensors, {report.bytes:,} bytes, each read back and compared"
 
 
-def _exported(asked: argparse.Namespace) -> str:
-    count = export_megatron(asked.source, asked.out)
-    return f"wrote {asked.out}: {count} tensors of Megatron's, each read back and compared"
+def _run_export(options: argparse.Namespace) -> str:
+    count = export_megatron_checkpoint(options.source, options.out)
+    return f"wrote {options.out}: {count} tensors of Megatron's, each read back and compared"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moejob_trainer.interchange")
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument("source", type=Path)

@@ -13,7 +13,14 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 
-from moejob_trainer.interchange.inert_pickle import GlobalName, Instance, Pairs, RefusedPickle, Value, read_pickle
+from moejob_trainer.interchange.inert_pickle import (
+    GlobalName,
+    PickledDict,
+    RecordedCall,
+    RefusedPickle,
+    Value,
+    read_pickle,
+)
 
 _MIB = 1024**2
 MOST_BYTES = 512 * _MIB
@@ -87,109 +94,111 @@ class IndexedTensor:
 
 def indexed_tensors(content: bytes) -> dict[str, IndexedTensor]:
     """Return the tensors of an index by their keys; RefusedPickle where it is none."""
-    return _Reading(read_pickle(content, NAMES), len(content)).tensors()
+    return _IndexReader(read_pickle(content, NAMES), len(content)).read_tensors()
 
 
-class _Reading:
+class _IndexReader:
     """The tensors of one index, with a bound on the parts that its bytes can stand for."""
 
     def __init__(self, index: Value, size: int) -> None:
-        fields = _fields(index, *_METADATA)
-        self.described = _pairs(fields.get("state_dict_metadata"))
-        self.places = dict(self._place(key, value) for key, value in _pairs(fields.get("storage_data")))
+        fields = _instance_fields(index, *_METADATA)
+        self.described_tensors = _require_pairs(fields.get("state_dict_metadata"))
+        self.locations = dict(self._read_place(key, value) for key, value in _require_pairs(fields.get("storage_data")))
         self.parts_left = size // _BYTES_OF_A_PART
 
-    def tensors(self) -> dict[str, IndexedTensor]:
+    def read_tensors(self) -> dict[str, IndexedTensor]:
         tensors: dict[str, IndexedTensor] = {}
-        for key, value in self.described:
-            name = _text(key, "a key")
+        for key, value in self.described_tensors:
+            name = _require_text(key, "a key")
             if name in tensors:
                 raise RefusedPickle(f"it names {name[:200]} twice")
-            if isinstance(value, Instance) and value.made_of == _TENSOR:
-                tensors[name] = self._tensor(name, value)
+            if isinstance(value, RecordedCall) and value.made_of == _TENSOR:
+                tensors[name] = self._read_tensor(name, value)
         return tensors
 
-    def _tensor(self, name: str, value: Instance) -> IndexedTensor:
-        fields = _fields(value, _TENSOR)
+    def _read_tensor(self, name: str, value: RecordedCall) -> IndexedTensor:
+        fields = _instance_fields(value, _TENSOR)
         parts = fields.get("chunks")
         if not isinstance(parts, list):
             raise RefusedPickle(f"{name[:200]} has no list of parts")
         self.parts_left -= len(parts)
         if self.parts_left < 0:
             raise RefusedPickle("it has more parts than its bytes can stand for")
-        size = _size(fields.get("size"))
-        return IndexedTensor(_dtype(fields.get("properties")), size, tuple(self._part(name, part) for part in parts))
+        size = _read_size(fields.get("size"))
+        return IndexedTensor(
+            _read_dtype(fields.get("properties")), size, tuple(self._read_part(name, part) for part in parts)
+        )
 
-    def _part(self, name: str, value: Value) -> StoredPart:
-        fields = _fields(value, _PART)
-        offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-        place = self.places.get((name, offsets)) or self.places.get((name, ()))
-        if place is None or len(offsets) != len(sizes):
+    def _read_part(self, name: str, value: Value) -> StoredPart:
+        fields = _instance_fields(value, _PART)
+        offsets, sizes = _read_size(fields.get("offsets")), _read_size(fields.get("sizes"))
+        location = self.locations.get((name, offsets)) or self.locations.get((name, ()))
+        if location is None or len(offsets) != len(sizes):
             raise RefusedPickle(f"it does not say where {name[:200]} at {list(offsets)} is")
-        return StoredPart(offsets, sizes, *place)
+        return StoredPart(offsets, sizes, *location)
 
     @staticmethod
-    def _place(key: Value, value: Value) -> tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-        index, place = _fields(key, _INDEX), _fields(value, _PLACE)
-        if place.get("transform_descriptors"):
+    def _read_place(key: Value, value: Value) -> tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
+        index, location = _instance_fields(key, _INDEX), _instance_fields(value, _PLACE)
+        if location.get("transform_descriptors"):
             raise RefusedPickle("its files are compressed or encrypted; save the checkpoint without that")
         offset = index.get("offset")
         return (
-            (_text(index.get("fqn"), "a key"), () if offset is None else _size(offset)),
+            (_require_text(index.get("fqn"), "a key"), () if offset is None else _read_size(offset)),
             (
-                _file_name(place.get("relative_path")),
-                _whole_number(place.get("offset")),
-                _whole_number(place.get("length")),
+                _require_file_name(location.get("relative_path")),
+                _require_whole_number(location.get("offset")),
+                _require_whole_number(location.get("length")),
             ),
         )
 
 
-def _fields(value: Value, *made_of: GlobalName) -> dict[str, Value]:
+def _instance_fields(value: Value, *made_of: GlobalName) -> dict[str, Value]:
     """Return the fields of an instance of one of these classes."""
-    if not isinstance(value, Instance) or value.made_of not in made_of or value.arguments:
+    if not isinstance(value, RecordedCall) or value.made_of not in made_of or value.arguments:
         raise RefusedPickle(f"it has something else in the place of a {made_of[0].name}")
-    return {_text(key, "a field"): field for key, field in _pairs(value.state)}
+    return {_require_text(key, "a field"): field for key, field in _require_pairs(value.state)}
 
 
-def _pairs(value: Value) -> list[tuple[Value, Value]]:
-    if not isinstance(value, Pairs):
+def _require_pairs(value: Value) -> list[tuple[Value, Value]]:
+    if not isinstance(value, PickledDict):
         raise RefusedPickle("it has something else in the place of a dictionary")
     return value.items
 
 
-def _text(value: Value, role: str) -> str:
+def _require_text(value: Value, role: str) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST_NAME:
         raise RefusedPickle(f"{role} is no text of {_LONGEST_NAME} characters at most")
     return value
 
 
-def _file_name(value: Value) -> str:
-    name = _text(value, "the name of a file")
+def _require_file_name(value: Value) -> str:
+    name = _require_text(value, "the name of a file")
     if not name or name in {".", ".."} or "/" in name or "\0" in name:
         raise RefusedPickle(f"it names {name[:200]!r}, which is outside of its folder; do not use this checkpoint")
     return name
 
 
-def _whole_number(value: Value) -> int:
+def _require_whole_number(value: Value) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
         raise RefusedPickle("a size or an offset is no whole number from 0")
     return value
 
 
-def _size(value: Value) -> tuple[int, ...]:
+def _read_size(value: Value) -> tuple[int, ...]:
     """Return the numbers of a `torch.Size`, which is recorded as a call with a tuple of them."""
     match value:
-        case Instance(made_of=made_of, arguments=(tuple() as numbers,), state=None) if made_of == _SIZE:
+        case RecordedCall(made_of=made_of, arguments=(tuple() as numbers,), state=None) if made_of == _SIZE:
             if len(numbers) <= _MOST_AXES:
-                return tuple(map(_whole_number, numbers))
+                return tuple(map(_require_whole_number, numbers))
         case _:
             pass
     raise RefusedPickle(f"it has something else in the place of a size of {_MOST_AXES} axes at most")
 
 
-def _dtype(properties: Value) -> str:
+def _read_dtype(properties: Value) -> str:
     match properties:
-        case Instance(made_of=made_of, state=(GlobalName(module="torch", name=name), *_)) if made_of == _PROPERTIES:
+        case RecordedCall(made_of=made_of, state=(GlobalName(module="torch", name=name), *_)) if made_of == _PROPERTIES:
             if name in _DTYPES:
                 return name
         case _:
@@ -221,8 +230,8 @@ def _limit_process(size: int) -> None:
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
     }
-    for limited, most in limits.items():
-        resource.setrlimit(limited, (most, most))
+    for limited, limit_value in limits.items():
+        resource.setrlimit(limited, (limit_value, limit_value))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from moejob_trainer.conversion.checkpoint import unusable
-from moejob_trainer.data.links import require_contained
+from moejob_trainer.conversion.checkpoint import unusable_checkpoint
+from moejob_trainer.data.links import require_contained_links
 from moejob_trainer.errors import BadData
 
 _MOST_JSON_BYTES = 64 * 1024**2
@@ -28,18 +28,18 @@ def open_regular(path: Path) -> BinaryIO:
 def require_links_inside(folder: Path) -> None:
     """Refuse a folder with a link out of it, or one that leads nowhere."""
     try:
-        require_contained(folder)
+        require_contained_links(folder)
     except BadData as error:
-        raise unusable(str(error)) from error
+        raise unusable_checkpoint(str(error)) from error
 
 
 def read_json_object(path: Path) -> dict[str, object]:
     """Return the object of a JSON file; InvalidSpec where it holds none."""
     try:
-        with open_regular(path) as opened:
-            content = json.loads(opened.read(_MOST_JSON_BYTES))
+        with open_regular(path) as json_file:
+            content = json.loads(json_file.read(_MOST_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise unusable(f"{path} cannot be read: {error}; copy it again") from error
+        raise unusable_checkpoint(f"{path} cannot be read: {error}; copy it again") from error
     if not isinstance(content, dict):
-        raise unusable(f"{path} holds no JSON object; copy it again")
+        raise unusable_checkpoint(f"{path} holds no JSON object; copy it again")
     return content

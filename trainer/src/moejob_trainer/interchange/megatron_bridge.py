@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.checkpoint import unusable
+from moejob_trainer.conversion.checkpoint import unusable_checkpoint
 
 _TRANSFORMER_ENGINE = "transformer_engine"
 # Each checks for Transformer Engine when it is first imported, and keeps the result.
@@ -41,14 +41,18 @@ class BridgedModel:
     registry: Any
 
 
-def bridged_model(folder: Path) -> BridgedModel:
+def read_bridged_model(folder: Path) -> BridgedModel:
     """Return Megatron-Bridge's model of a folder's config.json; InvalidSpec where it knows no such model."""
-    config, bridges = published_config(folder), auto_bridge()
+    config, bridges = read_published_config(folder), import_auto_bridge()
     if not set(config.architectures or ()) & set(bridges.list_supported_models()):
-        raise unusable(f"{BRIDGE} knows no {config.architectures or config.model_type}; it cannot be converted")
+        raise unusable_checkpoint(
+            f"{BRIDGE} knows no {config.architectures or config.model_type}; it cannot be converted"
+        )
     rotary = config.rope_parameters["rope_type"]
     if rotary not in _ROTARY:
-        raise unusable(f"{folder}: {BRIDGE} does not know rope_type {rotary}; it converts {', '.join(_ROTARY)}")
+        raise unusable_checkpoint(
+            f"{folder}: {BRIDGE} does not know rope_type {rotary}; it converts {', '.join(_ROTARY)}"
+        )
     bridge = bridges.from_hf_config(config)
     provider = bridge.to_megatron_provider(load_weights=False)
     # Its modules are not converted for every family.
@@ -60,7 +64,7 @@ def bridged_model(folder: Path) -> BridgedModel:
     return BridgedModel(provider, bridge._model_bridge.mapping_registry())  # noqa: SLF001 there is no other way
 
 
-def auto_bridge() -> Any:
+def import_auto_bridge() -> Any:
     """Return Megatron-Bridge's AutoBridge class."""
     for name in _ASKING:
         import_module(name)
@@ -68,12 +72,12 @@ def auto_bridge() -> Any:
         return import_module("megatron.bridge").AutoBridge
 
 
-def published_config(folder: Path) -> PretrainedConfig:
+def read_published_config(folder: Path) -> PretrainedConfig:
     """Return the config of a published model, as Megatron-Bridge expects it."""
-    return as_expected(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return adapt_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
-def as_expected(config: PretrainedConfig) -> PretrainedConfig:
+def adapt_config(config: PretrainedConfig) -> PretrainedConfig:
     """Add the fields of Transformers 4 that version 5 stores elsewhere or no longer has."""
     # Without this field the bridge silently takes 10000.
     config.rope_theta = config.rope_parameters["rope_theta"]
@@ -89,20 +93,20 @@ def _importable_transformer_engine() -> Iterator[None]:
     if find_spec(_TRANSFORMER_ENGINE) is not None:
         yield
         return
-    made = {f"{_TRANSFORMER_ENGINE}{suffix}": _empty(suffix) for suffix in ("", ".pytorch", ".pytorch.ops")}
-    for name, module in made.items():
+    stand_ins = {f"{_TRANSFORMER_ENGINE}{suffix}": _empty_module(suffix) for suffix in ("", ".pytorch", ".pytorch.ops")}
+    for name, module in stand_ins.items():
         parent, _, child = name.rpartition(".")
-        setattr(made.get(parent, module), child, module)
-    sys.modules.update(made)
+        setattr(stand_ins.get(parent, module), child, module)
+    sys.modules.update(stand_ins)
     try:
         yield
     finally:
         # Other packages would take the stand-ins for the real modules.
-        for name in made:
+        for name in stand_ins:
             del sys.modules[name]
 
 
-def _empty(suffix: str) -> ModuleType:
+def _empty_module(suffix: str) -> ModuleType:
     module = ModuleType(_TRANSFORMER_ENGINE + suffix)
     module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
     for name in ("Linear", "LayerNormLinear", "TransformerLayer", "Sequential"):

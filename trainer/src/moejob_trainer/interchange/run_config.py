@@ -12,7 +12,7 @@ def write_run_config(iteration: Path, provider: Any, tokenizer: Path) -> None:
     config = import_module("megatron.bridge.training.config")
     optimizer = import_module("megatron.core.optimizer")
     tokenizers = import_module("megatron.bridge.training.tokenizers.config")
-    whole = config.ConfigContainer(
+    container = config.ConfigContainer(
         model=provider,
         train=None,
         optimizer=optimizer.OptimizerConfig(use_distributed_optimizer=False),
@@ -26,4 +26,4 @@ def write_run_config(iteration: Path, provider: Any, tokenizer: Path) -> None:
         ),
         dist=None,
     )
-    whole.to_yaml(str(iteration / "run_config.yaml"))
+    container.to_yaml(str(iteration / "run_config.yaml"))

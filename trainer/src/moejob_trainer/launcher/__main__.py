@@ -11,7 +11,7 @@ from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.stop import StopRequest
 
 
-def options(arguments: list[str]) -> Options:
+def parse_options(arguments: list[str]) -> Options:
     """The options that `moejob run` and benchmarks set; a pod sets none."""
     parser = argparse.ArgumentParser(prog="moejob_trainer.launcher", description=__doc__)
     standard = Options()
@@ -20,19 +20,19 @@ def options(arguments: list[str]) -> Options:
     parser.add_argument(
         "--preload", default=",".join(standard.preload), help="modules imported before ranks start; none: they do it"
     )
-    given = parser.parse_args(arguments)
-    preload = tuple(name for name in given.preload.split(",") if name)
-    return Options(preload=preload, last_word=given.last_word, logs=given.logs)
+    parsed = parser.parse_args(arguments)
+    preload = tuple(name for name in parsed.preload.split(",") if name)
+    return Options(preload=preload, last_word=parsed.last_word, logs=parsed.logs)
 
 
 def main() -> int:
     """Run the pod."""
     stop = StopRequest()
-    stop.listen()
+    stop.listen_for_signals()
     # Process 1 loses a signal that it has no handler for, and imports take half a second.
-    from moejob_trainer.launcher.launch import launch  # noqa: PLC0415
+    from moejob_trainer.launcher.launch import launch_pod  # noqa: PLC0415
 
-    return launch(os.environ, options(sys.argv[1:]), stop)
+    return launch_pod(os.environ, parse_options(sys.argv[1:]), stop)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import (
     ExitCode,
-    LastWord,
-    Outcome,
+    PodOutcome,
     PodProgress,
     RankFault,
     ReportedHeartbeat,
@@ -26,9 +25,10 @@ from moejob_api.contract.pods import (
     RunPhase,
     RunProgress,
     StatusMeasure,
+    TerminationMessage,
 )
-from moejob_api.recovery.restarts import Cause
-from moejob_trainer.checkpoints import own_run_folder
+from moejob_api.recovery.restarts import FailureCause
+from moejob_trainer.checkpoints import acquire_run_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from moejob_trainer.launcher.ending import (
     FAILED,
@@ -36,23 +36,23 @@ from moejob_trainer.launcher.ending import (
     ExitReport,
     FailureOrigin,
     Fault,
-    blamed,
-    ending_by,
+    blamed_rank,
+    build_termination,
+    ending_by_fault,
     ending_by_stop,
-    exit_code,
     is_failure,
-    last_word,
+    launcher_exit_code,
     rank_fault,
 )
 from moejob_trainer.launcher.entry import RankCommand
 from moejob_trainer.launcher.log import LauncherLog
-from moejob_trainer.launcher.memory import kills_for_memory
+from moejob_trainer.launcher.memory import count_memory_kills
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.preload import LostForkServer
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
-from moejob_trainer.launcher.stop import Stopped, StopRequest
+from moejob_trainer.launcher.stop import StopRequest, StopRequested
 from moejob_trainer.launcher.store import LostPeers
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard, RankHeartbeat
@@ -75,7 +75,7 @@ _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC
 
 
 @dataclass(frozen=True, slots=True)
-class AllEnded:
+class AllRanksEnded:
     """Every rank of this pod has ended well: with 0, or with 143 after saving."""
 
     exit_code: int
@@ -84,14 +84,14 @@ class AllEnded:
 _PHASES = tuple(RunPhase)
 
 # Result of watching a round; an Ending comes from another pod.
-_Seen = Fault | Ending | AllEnded
+_RoundResult = Fault | Ending | AllRanksEnded
 
 
-class BadFolder(Exception):
+class BadRunFolder(Exception):
     """The run folder cannot be used; a retry would find the same."""
 
 
-class LostFolder(Exception):
+class LostRunFolder(Exception):
     """The run folder cannot be used now."""
 
 
@@ -102,15 +102,15 @@ class Agent:
         self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
         self._rendezvous = Rendezvous(pod, stop, options.lost_seconds)
         self._board: HeartbeatBoard | None = None
-        self._held: FenceToken | None = None
+        self._fence_token: FenceToken | None = None
         self._restarts = 0
         self._fault: RankFault | None = None
         # Kills for memory in this container before the present round.
-        self._starved = 0
+        self._kills_before = 0
         self._is_gathering = True
         self._launcher_phase, self._launcher_phase_at = RunPhase.IMPORTING, options.began_at
         # When the way to the next round began: with this process, later with the end of a round.
-        self._since, self._is_new = options.began_at, True
+        self._gap_began_at, self._is_new = options.began_at, True
         # When the ranks that were asked to save are killed.
         self._save_until: float | None = None
 
@@ -118,105 +118,110 @@ class Agent:
         """Run rounds until the job is done or this pod cannot continue."""
         report = self._run_until_exit()
         # The last reply of /progress was about an earlier step.
-        known = {"run": self._run_left(), "restarts": self._restarts, "fault": self._fault}
-        return replace(report, word=report.word.model_copy(update=known))
+        fields = {"run": self._reported_run(), "restarts": self._restarts, "fault": self._fault}
+        return replace(report, termination=report.termination.model_copy(update=fields))
 
     def _run_until_exit(self) -> ExitReport:
         try:
-            self._rendezvous.open()
-            return self._rounds()
-        except Stopped:
-            return ExitReport(ExitCode.SAVED_AND_STOPPED, self._word(Outcome.PREEMPTED, "stopped; nothing was unsaved"))
+            self._rendezvous.open_store()
+            return self._run_rounds()
+        except StopRequested:
+            return ExitReport(
+                ExitCode.SAVED_AND_STOPPED,
+                self._build_termination(PodOutcome.PREEMPTED, "stopped; nothing was unsaved"),
+            )
         except (LostPeers, Superseded) as error:
-            return ExitReport(FAILED, self._word(Outcome.LOST_PEERS, str(error)))
-        except (LostFolder, LostForkServer) as error:
-            return ExitReport(FAILED, self._word(Outcome.RANK_FAILED, str(error)))
-        except BadFolder as error:
-            return ExitReport(ExitCode.BAD_CONFIGURATION, self._word(Outcome.BAD_CONFIGURATION, str(error)))
+            return ExitReport(FAILED, self._build_termination(PodOutcome.LOST_PEERS, str(error)))
+        except (LostRunFolder, LostForkServer) as error:
+            return ExitReport(FAILED, self._build_termination(PodOutcome.RANK_FAILED, str(error)))
+        except BadRunFolder as error:
+            return ExitReport(
+                ExitCode.BAD_CONFIGURATION, self._build_termination(PodOutcome.BAD_CONFIGURATION, str(error))
+            )
         finally:
             self._ranks.kill()
             self._ranks.reap()
 
-    def progress(self) -> PodProgress:
+    def read_progress(self) -> PodProgress:
         """Return the progress of the pod. Called from other threads."""
         board, pids, first = self._board, self._ranks.pids, self._pod.first_rank
         heartbeats = () if board is None or self._is_gathering else board.read()
-        reported = tuple(
+        rank_heartbeats = tuple(
             ReportedHeartbeat(rank=first + local, pid=pids[first + local], step=row.step, age_seconds=row.age_seconds)
             for local, row in enumerate(heartbeats)
             if first + local in pids
         )
-        phase, phase_seconds = self._phase(heartbeats)
+        phase, phase_seconds = self._slowest_phase(heartbeats)
         return PodProgress(
             attempt=self._pod.attempt,
             index=self._pod.index,
             restarts=self._restarts,
             fault=self._fault,
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
-            ranks=reported,
+            ranks=rank_heartbeats,
             run=self._run_so_far(),
             phase=phase,
             phase_seconds=phase_seconds,
         )
 
-    def _phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None]:
+    def _slowest_phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None]:
         """Return the phase of the rank that is furthest behind, or of the launcher before there are ranks."""
         if self._is_gathering:
             return self._launcher_phase, time.monotonic() - self._launcher_phase_at
         phases = [row for row in heartbeats if row.phase is not None]
         if len(phases) < len(heartbeats) or not phases:
             return None, None
-        last = min(phases, key=lambda row: _PHASES.index(row.phase or RunPhase.IMPORTING))
-        return last.phase, last.phase_seconds
+        slowest = min(phases, key=lambda row: _PHASES.index(row.phase or RunPhase.IMPORTING))
+        return slowest.phase, slowest.phase_seconds
 
-    def _enter(self, phase: RunPhase) -> None:
+    def _enter_phase(self, phase: RunPhase) -> None:
         self._launcher_phase, self._launcher_phase_at = phase, time.monotonic()
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def _rounds(self) -> ExitReport:
+    def _run_rounds(self) -> ExitReport:
         patience: float | None = None
         while True:
-            self._ranks.preload(self._stop)
+            self._ranks.wait_for_imports(self._stop)
             preloaded_at = time.monotonic()
-            self._enter(RunPhase.AWAITING_PODS)
-            current = self._rendezvous.gather(patience, self._prepare)
+            self._enter_phase(RunPhase.AWAITING_PODS)
+            current = self._rendezvous.gather_pods(patience, self._prepare_round)
             if isinstance(current, Ending):
-                return ExitReport(exit_code(current), last_word(current))
+                return ExitReport(launcher_exit_code(current), build_termination(current))
             patience = float(self._pod.spec.lifecycle.progress_deadline_seconds)
             report = self._run_round(current, self._launcher_timing(preloaded_at))
             if report is not None:
                 return report
-            self._back_off(self._rendezvous.before(current.number + 1))
+            self._back_off(self._rendezvous.ending_before(current.number + 1))
 
     def _launcher_timing(self, preloaded_at: float) -> LauncherTiming:
         """Return this launcher's part of the start timing of the round that begins now."""
-        took, met_at = preloaded_at - self._since, time.monotonic()
-        ending, imports = (0.0, took) if self._is_new else (took, 0.0)
+        elapsed, met_at = preloaded_at - self._gap_began_at, time.monotonic()
+        ending, imports = (0.0, elapsed) if self._is_new else (elapsed, 0.0)
         self._is_new = False
         return LauncherTiming(ending, imports, met_at - preloaded_at, met_at)
 
     def _run_round(self, current: Round, timing: LauncherTiming) -> ExitReport | None:
-        self._start(current, timing)
-        seen = self._watch(current)
-        if isinstance(seen, AllEnded):
-            other = self._await_peers(current, seen)
-            if other is None:
-                return self._exit_report(seen)
-            seen = other
-        self._since = time.monotonic()
-        self._enter(RunPhase.IMPORTING)
+        self._start_ranks(current, timing)
+        result = self._watch_ranks(current)
+        if isinstance(result, AllRanksEnded):
+            peer_ending = self._await_peers(current, result)
+            if peer_ending is None:
+                return self._exit_report(result)
+            result = peer_ending
+        self._gap_began_at = time.monotonic()
+        self._enter_phase(RunPhase.IMPORTING)
         self._is_gathering = True
         self._ranks.kill()
-        report = self._handle(current, seen)
+        report = self._handle_result(current, result)
         self._ranks.reap()
         return report
 
-    def _prepare(self, number: int) -> int:
+    def _prepare_round(self, number: int) -> int:
         """Prepare a round before any rank of it can start; the port of its ranks' store."""
         self._take_run_folder(number)
         # Pods may come hours apart, and the fork server may have ended while this pod waited.
-        self._ranks.preload(self._stop)
+        self._ranks.wait_for_imports(self._stop)
         return self._ranks.open_store()
 
     def _take_run_folder(self, number: int) -> None:
@@ -224,43 +229,45 @@ class Agent:
         folder = self._pod.run_folder
         try:
             # The owner is checked first: a token of this job would end another job's run in that folder.
-            own_run_folder(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
-            foreign = self._pod.fence.foreign()
-            self._held = self._pod.fence.acquire(self._pod.attempt, number, self._held)
+            acquire_run_folder(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
+            foreign = self._pod.fence.foreign_names()
+            self._fence_token = self._pod.fence.acquire(self._pod.attempt, number, self._fence_token)
         except BadConfiguration as error:
-            raise BadFolder(str(error)) from None
+            raise BadRunFolder(str(error)) from None
         except OSError as error:
             reason = f"the run folder {folder} cannot be written to: {error.strerror or error}"
-            raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
+            raise (BadRunFolder if error.errno in _LASTING else LostRunFolder)(reason) from None
         if foreign:
-            named = [*foreign[:_FILES_NAMED], *(["..."] if len(foreign) > _FILES_NAMED else [])]
-            log.warning("claims that are not proven to be this job's are ignored", folder=str(folder), claims=named)
+            shown_names = [*foreign[:_FILES_NAMED], *(["..."] if len(foreign) > _FILES_NAMED else [])]
+            log.warning(
+                "claims that are not proven to be this job's are ignored", folder=str(folder), claims=shown_names
+            )
 
-    def _start(self, current: Round, timing: LauncherTiming) -> None:
-        self._save_until, self._starved = None, kills_for_memory()
-        progress = None if self._board is None else self._board.run()
+    def _start_ranks(self, current: Round, timing: LauncherTiming) -> None:
+        self._save_until, self._kills_before = None, count_memory_kills()
+        progress = None if self._board is None else self._board.read_run()
         self._board = HeartbeatBoard(self._ranks.folder / f"round-{current.number}", self._pod.ranks_per_node, progress)
         self._is_gathering = False
-        self._ranks.preload(self._stop)
+        self._ranks.wait_for_imports(self._stop)
         self._ranks.start(
             [
                 RankCommand(
                     self._pod.first_rank + local,
                     self._target,
-                    self._environment(current, local) | {START: timing.as_text()},
+                    self._rank_variables(current, local) | {START: timing.as_text()},
                 )
                 for local in range(self._pod.ranks_per_node)
             ]
         )
 
-    def _environment(self, current: Round, local_rank: int) -> dict[str, str]:
+    def _rank_variables(self, current: Round, local_rank: int) -> dict[str, str]:
         """Return the variables that torch's env:// reads, under the names of torchrun."""
         pod = self._pod
         return {
             "RANK": str(pod.first_rank + local_rank),
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(pod.index),
-            "WORLD_SIZE": str(pod.world),
+            "WORLD_SIZE": str(pod.world_size),
             "LOCAL_WORLD_SIZE": str(pod.ranks_per_node),
             "GROUP_WORLD_SIZE": str(pod.nodes),
             "MASTER_ADDR": LOOPBACK,
@@ -274,47 +281,54 @@ class Agent:
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
-    def _watch(self, current: Round) -> _Seen:
+    def _watch_ranks(self, current: Round) -> _RoundResult:
         pause = poll_seconds(self._pod.nodes, _WATCH_SECONDS) if self._pod.nodes > 1 else _POLL_SECONDS
         while True:
             self._ranks.wait(self._stop, pause)
-            seen = self._ended() or self._overdue_stop() or self._ending_from_peers(current) or self._hung()
-            seen = seen or self._without_engine() or self._without_store()
-            if seen is not None:
-                return seen
+            result = (
+                self._check_exits()
+                or self._overdue_stop()
+                or self._ending_from_peers(current)
+                or self._find_hung_rank()
+            )
+            result = result or self._find_refused_engine() or self._find_lost_store()
+            if result is not None:
+                return result
 
-    def _ended(self) -> Fault | AllEnded | None:
+    def _check_exits(self) -> Fault | AllRanksEnded | None:
         exits = dict(self._ranks.exits)
         if any(is_failure(code) for code in exits.values()):
-            return self._died(exits)
+            return self._handle_death(exits)
         if ExitCode.SAVED_AND_STOPPED in exits.values():
             # All ranks stop together, also where only another pod was asked to stop: the others are saving.
             self._expect_saved()
         if self._ranks.pids:
             return None
-        return AllEnded(max(exits.values()))
+        return AllRanksEnded(max(exits.values()))
 
-    def _died(self, exits: dict[int, int]) -> Fault | AllEnded:
-        rank = blamed(exits)
+    def _handle_death(self, exits: dict[int, int]) -> Fault | AllRanksEnded:
+        rank = blamed_rank(exits)
         code = exits[rank]
         # Killed with its peers, so that nothing waits for the last lines to be read.
         self._ranks.kill()
         if self._stop.times and not self._has_state_to_save():
-            return AllEnded(ExitCode.SAVED_AND_STOPPED)
-        cause = Cause.BAD_CONFIGURATION if code == ExitCode.BAD_CONFIGURATION else Cause.RANK_FAILED
-        return Fault(cause, self._death_message(rank, code), rank, code, self._step())
+            return AllRanksEnded(ExitCode.SAVED_AND_STOPPED)
+        cause = FailureCause.BAD_CONFIGURATION if code == ExitCode.BAD_CONFIGURATION else FailureCause.RANK_FAILED
+        return Fault(cause, self._death_message(rank, code), rank, code, self._latest_step())
 
     def _death_message(self, rank: int, code: int) -> str:
         """Describe the end of a rank, with its last line; one that was killed at once could not write any."""
         if code == -signal.SIGKILL:
-            is_starved = kills_for_memory() > self._starved
+            is_starved = count_memory_kills() > self._kills_before
             return f"rank {rank} was killed by signal {-code}{_STARVED if is_starved else ''}"
-        how = f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
-        said = self._ranks.last_line(rank)
-        if said and code == ExitCode.BAD_CONFIGURATION:
+        description = (
+            f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
+        )
+        last_line = self._ranks.last_line(rank)
+        if last_line and code == ExitCode.BAD_CONFIGURATION:
             # The job's author needs the sentence alone; the fault has the rank in a field.
-            return said
-        return f"{how}: {said}" if said else how
+            return last_line
+        return f"{description}: {last_line}" if last_line else description
 
     def _overdue_stop(self) -> Fault | None:
         """Pass a request to stop on to the ranks, once; a fault when they have not saved in time."""
@@ -326,15 +340,15 @@ class Agent:
             return None
         ranks = sorted(self._ranks.pids)
         reason = "was asked to stop again" if not is_over else f"had {self._save_seconds():.0f} s"
-        message = f"{_named(ranks)} had not saved when the pod {reason}"
-        return Fault(Cause.RANK_FAILED, message, ranks[0] if ranks else None, None, self._step())
+        message = f"{_ranks_text(ranks)} had not saved when the pod {reason}"
+        return Fault(FailureCause.RANK_FAILED, message, ranks[0] if ranks else None, None, self._latest_step())
 
     def _ending_from_peers(self, current: Round) -> Ending | None:
         """An ending that came from another pod."""
         self._publish_checkpoint()
-        return self._rendezvous.ending(current.number)
+        return self._rendezvous.find_ending(current.number)
 
-    def _hung(self) -> Fault | None:
+    def _find_hung_rank(self) -> Fault | None:
         limit = self._pod.spec.lifecycle.progress_deadline_seconds
         heartbeats = () if self._board is None or self._save_until is not None else self._board.read()
         first, living = self._pod.first_rank, self._ranks.pids
@@ -345,122 +359,133 @@ class Agent:
         ]
         if not silent:
             return None
-        return Fault(Cause.HUNG, f"{_named(silent)} silent for {limit} s", silent[0], None, self._step())
+        return Fault(
+            FailureCause.HUNG, f"{_ranks_text(silent)} silent for {limit} s", silent[0], None, self._latest_step()
+        )
 
-    def _without_engine(self) -> Fault | None:
+    def _find_refused_engine(self) -> Fault | None:
         """Return a fault when an engine cannot start: ranks alone would wait for it for long."""
-        refused = self._ranks.engine_refused()
-        if refused is None:
+        refusal = self._ranks.find_engine_refusal()
+        if refusal is None:
             return None
-        cause = Cause.BAD_CONFIGURATION if refused.is_misconfigured else Cause.RANK_FAILED
-        return Fault(cause, refused.message, None, None, self._step())
+        cause = FailureCause.BAD_CONFIGURATION if refusal.is_misconfigured else FailureCause.RANK_FAILED
+        return Fault(cause, refusal.message, None, None, self._latest_step())
 
-    def _without_store(self) -> Fault | None:
+    def _find_lost_store(self) -> Fault | None:
         if not self._ranks.has_lost_store():
             return None
-        return Fault(Cause.RANK_FAILED, "the store in which ranks meet has ended", None, None, self._step())
+        return Fault(
+            FailureCause.RANK_FAILED, "the store in which ranks meet has ended", None, None, self._latest_step()
+        )
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
-    def _handle(self, current: Round, seen: Fault | Ending) -> ExitReport | None:
-        if isinstance(seen, Ending):
-            return self._follow(seen)
-        leaves_anyway = seen.cause is Cause.BAD_CONFIGURATION or self._stop.times > 0
+    def _handle_result(self, current: Round, result: Fault | Ending) -> ExitReport | None:
+        if isinstance(result, Ending):
+            return self._follow_ending(result)
+        leaves_anyway = result.cause is FailureCause.BAD_CONFIGURATION or self._stop.times > 0
         try:
-            mine, held = self._end_round(current, seen)
+            my_ending, round_ending = self._end_round(current, result)
         except LostPeers:
             # Lost peers are the better reason otherwise: ranks fail when their peers vanish.
             if not leaves_anyway:
                 raise
-            return ExitReport(exit_code(seen), last_word(seen))
-        if held != mine and not leaves_anyway:
-            return self._follow(held)
-        log.warning("ranks have failed", cause=mine.cause.value, message=mine.message, in_place=mine.in_place)
-        if mine.pod_leaves:
-            return ExitReport(exit_code(mine), last_word(mine))
-        self._restarts, self._fault = self._restarts + 1, rank_fault(mine)
+            return ExitReport(launcher_exit_code(result), build_termination(result))
+        if round_ending != my_ending and not leaves_anyway:
+            return self._follow_ending(round_ending)
+        log.warning(
+            "ranks have failed", cause=my_ending.cause.value, message=my_ending.message, in_place=my_ending.in_place
+        )
+        if my_ending.pod_leaves:
+            return ExitReport(launcher_exit_code(my_ending), build_termination(my_ending))
+        self._restarts, self._fault = self._restarts + 1, rank_fault(my_ending)
         return None
 
     def _end_round(self, current: Round, fault: Fault) -> tuple[Ending, Ending]:
         """The ending that this pod wants, and the one that holds."""
-        mine = ending_by(self._origin(), fault, self._rendezvous.before(current.number))
-        held = self._rendezvous.end(current.number, mine)
-        if mine.is_final and held != mine:
-            self._rendezvous.end_for_good(current.number, mine)
-        return mine, held
+        my_ending = ending_by_fault(self._failure_origin(), fault, self._rendezvous.ending_before(current.number))
+        round_ending = self._rendezvous.end_round(current.number, my_ending)
+        if my_ending.is_final and round_ending != my_ending:
+            self._rendezvous.end_for_good(current.number, my_ending)
+        return my_ending, round_ending
 
-    def _follow(self, ending: Ending) -> ExitReport | None:
+    def _follow_ending(self, ending: Ending) -> ExitReport | None:
         log.warning("another pod has ended the round", pod=ending.pod, cause=ending.cause.value, message=ending.message)
         # Only all pods together can save: a save that this pod was asked for is lost.
         is_last = ending.is_final or self._stop.times > 0
-        return ExitReport(exit_code(ending), last_word(ending)) if is_last else None
+        return ExitReport(launcher_exit_code(ending), build_termination(ending)) if is_last else None
 
-    def _back_off(self, ended: Ending | None) -> None:
+    def _back_off(self, ending: Ending | None) -> None:
         """Wait before ranks are restarted: longer each time that it did not help."""
-        until = time.monotonic() + (0.0 if ended is None else ended.delay_seconds)
-        while (left := until - time.monotonic()) > 0:
-            self._stop.check()
-            self._stop.wait(left)
+        until = time.monotonic() + (0.0 if ending is None else ending.delay_seconds)
+        while (seconds_left := until - time.monotonic()) > 0:
+            self._stop.raise_if_requested()
+            self._stop.wait(seconds_left)
 
     # --- ending well --------------------------------------------------------------------------------------------------
 
-    def _await_peers(self, current: Round, ended: AllEnded) -> Ending | None:
+    def _await_peers(self, current: Round, result: AllRanksEnded) -> Ending | None:
         """Stay until the ranks of all pods have ended: after a failure now, all of them have to start again."""
-        if ended.exit_code == ExitCode.SAVED_AND_STOPPED:
+        if result.exit_code == ExitCode.SAVED_AND_STOPPED:
             # Without pod 0 there is no rendezvous, and the state is saved.
             with suppress(LostPeers):
-                return self._stopped_together(current)
+                return self._end_stopped_round(current)
             return None
-        self._rendezvous.done(current.number)
-        while not self._rendezvous.all_done(current.number):
+        self._rendezvous.mark_done(current.number)
+        while not self._rendezvous.are_all_done(current.number):
             self._stop.wait(_POLL_SECONDS)
             if self._stop.times:
                 self._expect_saved()
-            other = self._ending_from_peers(current)
-            if other is not None and self._save_until is None:
-                return other
+            peer_ending = self._ending_from_peers(current)
+            if peer_ending is not None and self._save_until is None:
+                return peer_ending
             if self._save_until is not None and time.monotonic() >= self._save_until:
                 return None
-        self._rendezvous.leave(current.number, _LAST_TO_LEAVE_SECONDS)
+        self._rendezvous.leave_round(current.number, _LAST_TO_LEAVE_SECONDS)
         return None
 
-    def _stopped_together(self, current: Round) -> Ending | None:
+    def _end_stopped_round(self, current: Round) -> Ending | None:
         """Return the ending after all ranks saved because one pod was asked to stop: that pod goes, the others stay.
 
         The new pod then finds launchers that need no imports. None when this pod goes, too.
         """
-        self._rendezvous.done(current.number)
+        self._rendezvous.mark_done(current.number)
         ending: Ending | None = None
         while ending is None:
             if self._stop.times and not self._pod.is_first:
                 break
-            if self._pod.is_first and self._rendezvous.all_done(current.number):
-                ending = self._rendezvous.end(
-                    current.number, ending_by_stop(self._origin(), self._rendezvous.before(current.number))
+            if self._pod.is_first and self._rendezvous.are_all_done(current.number):
+                ending = self._rendezvous.end_round(
+                    current.number,
+                    ending_by_stop(self._failure_origin(), self._rendezvous.ending_before(current.number)),
                 )
                 continue
             if self._save_until is not None and time.monotonic() >= self._save_until:
                 break
             self._stop.wait(_POLL_SECONDS)
-            ending = self._rendezvous.ending(current.number)
-        if ending is not None and not ending.ends_gang:
+            ending = self._rendezvous.find_ending(current.number)
+        if ending is not None and not ending.is_end_of_gang:
             return ending
-        self._rendezvous.leave(current.number, _LAST_TO_LEAVE_SECONDS)
+        self._rendezvous.leave_round(current.number, _LAST_TO_LEAVE_SECONDS)
         return None
 
-    def _exit_report(self, ended: AllEnded) -> ExitReport:
-        if ended.exit_code == ExitCode.DONE:
+    def _exit_report(self, result: AllRanksEnded) -> ExitReport:
+        if result.exit_code == ExitCode.DONE:
             run = self._run_so_far()
             how = "; the run stopped early" if run is not None and StatusMeasure.STOPPED_EARLY in run.measures else ""
-            return ExitReport(ended.exit_code, self._word(Outcome.COMPLETED, f"all ranks are done{how}"))
-        return ExitReport(ended.exit_code, self._word(Outcome.PREEMPTED, "asked to stop, and stopped after saving"))
+            return ExitReport(
+                result.exit_code, self._build_termination(PodOutcome.COMPLETED, f"all ranks are done{how}")
+            )
+        return ExitReport(
+            result.exit_code, self._build_termination(PodOutcome.PREEMPTED, "asked to stop, and stopped after saving")
+        )
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
-    def _origin(self) -> FailureOrigin:
+    def _failure_origin(self) -> FailureOrigin:
         self._publish_checkpoint()
-        known = self._rendezvous.checkpoint()
-        return FailureOrigin(self._pod.index, self._rendezvous.token, known, is_stopping=self._stop.times > 0)
+        checkpoint_step = self._rendezvous.newest_checkpoint()
+        return FailureOrigin(self._pod.index, self._rendezvous.token, checkpoint_step, is_stopping=self._stop.times > 0)
 
     def _publish_checkpoint(self) -> None:
         run = self._run_so_far()
@@ -478,9 +503,9 @@ class Agent:
         return self._board is not None and any(row.has_beaten for row in self._board.read())
 
     def _run_so_far(self) -> RunProgress | None:
-        return self._board.run() if self._board is not None and self._pod.is_first else None
+        return self._board.read_run() if self._board is not None and self._pod.is_first else None
 
-    def _run_left(self) -> RunProgress | None:
+    def _reported_run(self) -> RunProgress | None:
         """Return the run with only the measures that a status needs: a termination message has little room."""
         run = self._run_so_far()
         if run is None:
@@ -488,13 +513,13 @@ class Agent:
         needed = {name.value: run.measures[name] for name in StatusMeasure if name in run.measures}
         return run.model_copy(update={"measures": needed})
 
-    def _step(self) -> int | None:
+    def _latest_step(self) -> int | None:
         return None if self._board is None else max(row.step for row in self._board.read())
 
-    def _word(self, outcome: Outcome, message: str) -> LastWord:
-        return LastWord(outcome=outcome, message=message[:2048], step=self._step())
+    def _build_termination(self, outcome: PodOutcome, message: str) -> TerminationMessage:
+        return TerminationMessage(outcome=outcome, message=message[:2048], step=self._latest_step())
 
 
-def _named(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED]) + (" ..." if len(ranks) > _RANKS_NAMED else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

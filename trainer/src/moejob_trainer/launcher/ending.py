@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RankFault
-from moejob_api.recovery.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
+from moejob_api.contract.pods import ExitCode, PodOutcome, RankFault, TerminationMessage
+from moejob_api.recovery.restarts import RESTARTS_IN_PLACE, FailureCause, delay_seconds
 
 FAILED = 1
 
@@ -21,7 +21,7 @@ FAILED = 1
 class Fault:
     """The reason why ranks of this pod can no longer run."""
 
-    cause: Cause
+    cause: FailureCause
     message: str
     rank: int | None = None
     exit_code: int | None = None
@@ -33,7 +33,7 @@ class ExitReport:
     """The exit code and termination message of a launcher."""
 
     exit_code: int
-    word: LastWord
+    termination: TerminationMessage
 
 
 class Ending(BaseModel):
@@ -44,7 +44,7 @@ class Ending(BaseModel):
     pod: int
     # The process of that pod: a pod that was replaced has the index of the one before.
     token: str
-    cause: Cause
+    cause: FailureCause
     message: str
     rank: int | None = None
     exit_code: int | None = None
@@ -58,12 +58,12 @@ class Ending(BaseModel):
     @property
     def is_final(self) -> bool:
         """True when no restart can help."""
-        return self.cause is Cause.BAD_CONFIGURATION
+        return self.cause is FailureCause.BAD_CONFIGURATION
 
     @property
-    def ends_gang(self) -> bool:
+    def is_end_of_gang(self) -> bool:
         """True when pod 0, which hosts the rendezvous, has been asked to stop."""
-        return self.cause is Cause.PREEMPTED and self.pod_leaves
+        return self.cause is FailureCause.PREEMPTED and self.pod_leaves
 
     @property
     def delay_seconds(self) -> float:
@@ -81,10 +81,14 @@ class FailureOrigin:
     is_stopping: bool = False
 
 
-def ending_by(origin: FailureOrigin, fault: Fault, before: Ending | None) -> Ending:
+def ending_by_fault(origin: FailureOrigin, fault: Fault, before: Ending | None) -> Ending:
     """Return the ending for a fault in the pod of the launcher that writes it."""
-    spent = _spent(before, origin.checkpoint)
-    may_restart = not origin.is_stopping and fault.cause is not Cause.BAD_CONFIGURATION and spent < RESTARTS_IN_PLACE
+    spent_restarts = _spent_restarts(before, origin.checkpoint)
+    may_restart = (
+        not origin.is_stopping
+        and fault.cause is not FailureCause.BAD_CONFIGURATION
+        and spent_restarts < RESTARTS_IN_PLACE
+    )
     return Ending(
         pod=origin.pod,
         token=origin.token,
@@ -93,21 +97,21 @@ def ending_by(origin: FailureOrigin, fault: Fault, before: Ending | None) -> End
         rank=fault.rank,
         exit_code=fault.exit_code,
         step=fault.step,
-        in_place=spent + 1 if may_restart else spent,
-        checkpoint=_newest(before, origin.checkpoint),
+        in_place=spent_restarts + 1 if may_restart else spent_restarts,
+        checkpoint=_newest_checkpoint(before, origin.checkpoint),
         pod_leaves=not may_restart,
     )
 
 
-def ending_without(pod: int, origin: FailureOrigin, message: str, before: Ending | None) -> Ending:
+def ending_without_pod(pod: int, origin: FailureOrigin, message: str, before: Ending | None) -> Ending:
     """Return the ending for a pod that is gone. The operator charges it: it is no restart in place."""
     return Ending(
         pod=pod,
         token=origin.token,
-        cause=Cause.POD_FAILED,
+        cause=FailureCause.POD_FAILED,
         message=message,
-        in_place=_spent(before, origin.checkpoint),
-        checkpoint=_newest(before, origin.checkpoint),
+        in_place=_spent_restarts(before, origin.checkpoint),
+        checkpoint=_newest_checkpoint(before, origin.checkpoint),
         pod_leaves=True,
     )
 
@@ -117,25 +121,30 @@ def ending_by_stop(origin: FailureOrigin, before: Ending | None) -> Ending:
     return Ending(
         pod=origin.pod,
         token=origin.token,
-        cause=Cause.PREEMPTED,
+        cause=FailureCause.PREEMPTED,
         message="all ranks have saved and stopped, for a pod was asked to",
-        in_place=_spent(before, origin.checkpoint),
-        checkpoint=_newest(before, origin.checkpoint),
+        in_place=_spent_restarts(before, origin.checkpoint),
+        checkpoint=_newest_checkpoint(before, origin.checkpoint),
         pod_leaves=origin.is_stopping,
     )
 
 
 def rank_fault(ending: Ending) -> RankFault:
     """Return the fault to report for ranks that were restarted in place."""
-    word = last_word(ending)
-    return RankFault(outcome=word.outcome, message=word.message[:512], rank=word.rank, exit_code=word.exit_code)
+    termination = build_termination(ending)
+    return RankFault(
+        outcome=termination.outcome,
+        message=termination.message[:512],
+        rank=termination.rank,
+        exit_code=termination.exit_code,
+    )
 
 
-def last_word(ending: Ending | Fault) -> LastWord:
+def build_termination(ending: Ending | Fault) -> TerminationMessage:
     """Return the termination message of a launcher that leaves because of it."""
-    outcomes = {Cause.BAD_CONFIGURATION: Outcome.BAD_CONFIGURATION, Cause.HUNG: Outcome.HUNG}
-    return LastWord(
-        outcome=outcomes.get(ending.cause, Outcome.RANK_FAILED),
+    outcomes = {FailureCause.BAD_CONFIGURATION: PodOutcome.BAD_CONFIGURATION, FailureCause.HUNG: PodOutcome.HUNG}
+    return TerminationMessage(
+        outcome=outcomes.get(ending.cause, PodOutcome.RANK_FAILED),
         message=ending.message[:2048],
         rank=ending.rank,
         exit_code=ending.exit_code,
@@ -143,20 +152,20 @@ def last_word(ending: Ending | Fault) -> LastWord:
     )
 
 
-def exit_code(ending: Ending | Fault) -> int:
+def launcher_exit_code(ending: Ending | Fault) -> int:
     """The exit code of a launcher that leaves because of it."""
-    return ExitCode.BAD_CONFIGURATION if ending.cause is Cause.BAD_CONFIGURATION else FAILED
+    return ExitCode.BAD_CONFIGURATION if ending.cause is FailureCause.BAD_CONFIGURATION else FAILED
 
 
-def blamed(exits: dict[int, int]) -> int:
+def blamed_rank(exits: dict[int, int]) -> int:
     """Return the rank to blame: one that refuses the configuration, else one that was killed, else the lowest.
 
     The exits are all that were seen at one moment; peers of a dead rank fail a little later, on a broken connection.
     """
-    failed = {rank: code for rank, code in exits.items() if is_failure(code)}
-    wrong = [rank for rank, code in failed.items() if code == ExitCode.BAD_CONFIGURATION]
-    killed = [rank for rank, code in failed.items() if code < 0]
-    return min(wrong or killed or failed)
+    failures = {rank: code for rank, code in exits.items() if is_failure(code)}
+    wrong = [rank for rank, code in failures.items() if code == ExitCode.BAD_CONFIGURATION]
+    killed = [rank for rank, code in failures.items() if code < 0]
+    return min(wrong or killed or failures)
 
 
 def is_failure(code: int) -> bool:
@@ -164,7 +173,7 @@ def is_failure(code: int) -> bool:
     return code not in (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED)
 
 
-def _spent(before: Ending | None, checkpoint: int | None) -> int:
+def _spent_restarts(before: Ending | None, checkpoint: int | None) -> int:
     """Restarts in place that still count: a newer checkpoint forgives what came before it."""
     if before is None:
         return 0
@@ -172,6 +181,6 @@ def _spent(before: Ending | None, checkpoint: int | None) -> int:
     return 0 if is_newer else before.in_place
 
 
-def _newest(before: Ending | None, checkpoint: int | None) -> int | None:
-    known = [step for step in (checkpoint, None if before is None else before.checkpoint) if step is not None]
-    return max(known, default=None)
+def _newest_checkpoint(before: Ending | None, checkpoint: int | None) -> int | None:
+    steps = [step for step in (checkpoint, None if before is None else before.checkpoint) if step is not None]
+    return max(steps, default=None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moejob_api.contract.engines import colocated_per_pod
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job.resources import Accelerator
 from moejob_api.recovery.engine_starts import LOG_BYTES, EngineStarts
 from moejob_trainer.launcher.log import LauncherLog
@@ -43,26 +43,28 @@ def engine_commands(pod: TrainerPod, environ: Mapping[str, str]) -> tuple[Engine
     count = colocated_per_pod(pod.spec, pod.ranks_per_node)
     first = pod.index * count
     # The modules of one environment are not those of another.
-    kept = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+    inherited = {
+        name: value for name, value in environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    }
     return tuple(
         EngineCommand(
             first + number,
             pod.rollout_python,
-            kept
-            | {Environment.ROLE.value: Role.ROLLOUT.value, Environment.INDEX.value: str(first + number)}
-            | _gpus(pod, number, environ),
+            inherited
+            | {Environment.ROLE.value: PodRole.ROLLOUT.value, Environment.INDEX.value: str(first + number)}
+            | _gpu_variables(pod, number, environ),
         )
         for number in range(count)
     )
 
 
-def _gpus(pod: TrainerPod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _gpu_variables(pod: TrainerPod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The GPUs of one engine: as many as it spans, beside the ranks that use them too."""
     if pod.spec.grpo is None or pod.spec.resources.accelerator is not Accelerator.GPU:
         return {}
     tensor = pod.spec.grpo.rollout.tensor
-    limited = environ.get("CUDA_VISIBLE_DEVICES")
-    names = limited.split(",") if limited else [str(gpu) for gpu in range(pod.ranks_per_node)]
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible_devices.split(",") if visible_devices else [str(gpu) for gpu in range(pod.ranks_per_node)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number * tensor : (number + 1) * tensor])}
 
 
@@ -78,7 +80,7 @@ class PodEngines:
     """The engines of one pod. The launcher's main thread alone starts, looks at and ends them."""
 
     def __init__(self, commands: Sequence[EngineCommand], logs: Path | None) -> None:
-        self._engines = tuple(_Engine(command, logs) for command in commands)
+        self._engines = tuple(_EngineProcess(command, logs) for command in commands)
 
     @property
     def pids(self) -> frozenset[int]:
@@ -90,20 +92,20 @@ class PodEngines:
         for engine in self._engines:
             engine.keep_running(time.monotonic())
 
-    def refused(self) -> EngineRefusal | None:
+    def find_refusal(self) -> EngineRefusal | None:
         """Return the reason that an engine cannot start, once it is known, and reset the count of its starts."""
-        return next(filter(None, (engine.refused() for engine in self._engines)), None)
+        return next(filter(None, (engine.find_refusal() for engine in self._engines)), None)
 
     def stop(self) -> None:
         """End all engines: asked first, then by force."""
         for engine in self._engines:
-            engine.signal(signal.SIGTERM)
+            engine.send_signal(signal.SIGTERM)
         until = time.monotonic() + _END_SECONDS
         for engine in self._engines:
-            engine.end(until)
+            engine.wait_for_end(until)
 
 
-class _Engine:
+class _EngineProcess:
     def __init__(self, command: EngineCommand, logs: Path | None) -> None:
         self._command, self._logs = command, logs
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,47 +118,47 @@ class _Engine:
 
     def keep_running(self, now: float) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self._ended(self._process.returncode, now)
+            self._note_end(self._process.returncode, now)
         if self._process is None and now >= self._due_at:
             self._start(now)
 
-    def refused(self) -> EngineRefusal | None:
+    def find_refusal(self) -> EngineRefusal | None:
         starts = self._starts
         if not starts.is_hopeless:
             return None
         self._starts = EngineStarts()
-        written = b"" if self._log is None else self._log.read_bytes()[-LOG_BYTES:]
-        return EngineRefusal(starts.is_misconfigured, starts.refusal(self._command.index, written))
+        log_end = b"" if self._log_path is None else self._log_path.read_bytes()[-LOG_BYTES:]
+        return EngineRefusal(starts.is_misconfigured, starts.refusal_message(self._command.index, log_end))
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Signal the engine itself, or all of its group where it cannot answer for them."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 (os.killpg if number is signal.SIGKILL else os.kill)(self._process.pid, number)
 
-    def end(self, until: float) -> None:
+    def wait_for_end(self, until: float) -> None:
         if self._process is None:
             return
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
         # Its workers hold the GPU's memory, and may outlive it.
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._process.wait()
 
-    def _ended(self, code: int, now: float) -> None:
-        self.signal(signal.SIGKILL)
+    def _note_end(self, code: int, now: float) -> None:
+        self.send_signal(signal.SIGKILL)
         self._process = None
-        self._starts = self._starts.after(code, now - self._started_at)
+        self._starts = self._starts.after_end(code, now - self._started_at)
         self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS) if self._starts.failed else _FIRST_DELAY_SECONDS
         self._due_at = now + self._delay
         log.warning("an engine has ended", engine=self._command.index, exit_code=code, again_in_seconds=self._delay)
 
     @property
-    def _log(self) -> Path | None:
+    def _log_path(self) -> Path | None:
         return None if self._logs is None else self._logs / f"engine-{self._command.index}.log"
 
     def _start(self, now: float) -> None:
-        output = None if self._log is None else self._log.open("ab")
+        output = None if self._log_path is None else self._log_path.open("ab")
         try:
             self._process = subprocess.Popen(
                 [self._command.python, "-m", "moejob_rollout"],

@@ -26,7 +26,7 @@ class RankCommand:
     environment: Mapping[str, str]
 
 
-def enter(rank: RankCommand, output: Connection, errors: Connection) -> None:
+def enter_rank(rank: RankCommand, output: Connection, errors: Connection) -> None:
     """Become that rank. Runs in a fresh child of the fork server."""
     die_with_parent(SERVER)
     # Ctrl-C in a terminal is for the launcher alone, and a whole session can be killed at once.

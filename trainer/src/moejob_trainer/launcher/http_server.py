@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 from moejob_api.contract.pods import HttpPath, PodProgress
-from moejob_trainer.launcher.metrics import CONTENT_TYPE, exposition
+from moejob_trainer.launcher.metrics import CONTENT_TYPE, format_metrics
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -58,16 +58,16 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler], seconds: float) -> None:
         # Pods speak IPv4 or IPv6 or both; one socket answers either.
-        self._both = not address and socket.has_dualstack_ipv6()
-        self.address_family = socket.AF_INET6 if self._both else socket.AF_INET
+        self._is_dual_stack = not address and socket.has_dualstack_ipv6()
+        self.address_family = socket.AF_INET6 if self._is_dual_stack else socket.AF_INET
         self._seconds = seconds
         # When each open connection came, the oldest first.
-        self._since: dict[socket.socket, float] = {}
+        self._opened_at: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         super().__init__((address, port), handler)
 
     def server_bind(self) -> None:
-        if self._both:
+        if self._is_dual_stack:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # Not HTTPServer's: that asks DNS for the machine's full name, which may take half a minute.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,20 +78,20 @@ class _BoundedServer(ThreadingHTTPServer):
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         if isinstance(request, socket.socket):
             with self._lock:
-                self._since[request] = time.monotonic()
-                self._hang_up(max(0, len(self._since) - CONNECTIONS))
+                self._opened_at[request] = time.monotonic()
+                self._hang_up(max(0, len(self._opened_at) - CONNECTIONS))
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Hang up on those whose time is over, twice a second."""
         with self._lock:
             latest = time.monotonic() - self._seconds
-            self._hang_up(sum(since <= latest for since in self._since.values()))
+            self._hang_up(sum(since <= latest for since in self._opened_at.values()))
 
     def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
         with self._lock:
             if isinstance(request, socket.socket):
-                self._since.pop(request, None)
+                self._opened_at.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -101,8 +101,8 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def _hang_up(self, count: int) -> None:
         """End the oldest connections, with the lock held: their threads find that out and close them."""
-        for oldest in list(self._since)[:count]:
-            del self._since[oldest]
+        for oldest in list(self._opened_at)[:count]:
+            del self._opened_at[oldest]
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
 
@@ -112,7 +112,7 @@ class _ProgressHandler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_Bounded(self.rfile))
+        self.rfile = io.BufferedReader(_BoundedRequest(self.rfile))
 
     def do_GET(self) -> None:
         pod = self.pod()
@@ -124,7 +124,7 @@ class _ProgressHandler(BaseHTTPRequestHandler):
                 status = HTTPStatus.OK if pod.ready else HTTPStatus.SERVICE_UNAVAILABLE
                 self._respond(status, "text/plain", "ready\n" if pod.ready else "not every rank has sent a heartbeat\n")
             case HttpPath.METRICS:
-                self._respond(HTTPStatus.OK, CONTENT_TYPE, exposition(pod))
+                self._respond(HTTPStatus.OK, CONTENT_TYPE, format_metrics(pod))
             case _:
                 paths = ", ".join(HttpPath)
                 self._respond(HTTPStatus.NOT_FOUND, "text/plain", f"nothing here; there is {paths}\n")
@@ -141,20 +141,20 @@ class _ProgressHandler(BaseHTTPRequestHandler):
         """Say nothing: probes come every few seconds."""
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedRequest(io.RawIOBase):
     """A request, which seems to end where it gets too long."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
-        self._stream, self._left = stream, REQUEST_BYTES
+        self._stream, self._bytes_left = stream, REQUEST_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer)
-        content = self._stream.read1(min(len(view), self._left))
+        content = self._stream.read1(min(len(view), self._bytes_left))
         view[: len(content)] = content
-        self._left -= len(content)
+        self._bytes_left -= len(content)
         return len(content)
 
     def close(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 
-from moejob_api.contract.pod_environment import BadEnvironment, from_environment
-from moejob_api.contract.pods import ExitCode, LastWord, Outcome
+from moejob_api.contract.pod_environment import BadEnvironment, read_environment
+from moejob_api.contract.pods import ExitCode, PodOutcome, TerminationMessage
 from moejob_trainer.launcher.agent import Agent
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
@@ -17,44 +17,46 @@ from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.launcher.temporary_files import temporary_files
-from moejob_trainer.launcher.termination_message import write
+from moejob_trainer.launcher.temporary_files import launcher_folder
+from moejob_trainer.launcher.termination_message import write_termination
 
 log = LauncherLog()
 
 
-def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> int:
+def launch_pod(environ: Mapping[str, str], options: Options, stop: StopRequest) -> int:
     """Run the ranks of the pod that the environment describes; the exit code of the contract."""
     start_logging()
     try:
-        pod = from_environment(TrainerPod, environ)
+        pod = read_environment(TrainerPod, environ)
         trouble = pinning_trouble(pod.spec, pinned_limit_bytes())
         if trouble is not None:
             log.warning(trouble)
         engines = PodEngines(engine_commands(pod, environ), options.logs)
         try:
-            report = _run(pod, options, stop, engines)
+            report = _run_agent(pod, options, stop, engines)
         finally:
             engines.stop()
     except BadEnvironment as error:
-        word = LastWord(outcome=Outcome.BAD_CONFIGURATION, message=str(error)[:2048])
-        report = ExitReport(ExitCode.BAD_CONFIGURATION, word)
+        termination = TerminationMessage(outcome=PodOutcome.BAD_CONFIGURATION, message=str(error)[:2048])
+        report = ExitReport(ExitCode.BAD_CONFIGURATION, termination)
     except BaseException as error:
-        write(LastWord(outcome=Outcome.RANK_FAILED, message=f"launcher: {error!r}"[:2048]), options.last_word)
+        write_termination(
+            TerminationMessage(outcome=PodOutcome.RANK_FAILED, message=f"launcher: {error!r}"[:2048]), options.last_word
+        )
         raise
-    write(report.word, options.last_word)
+    write_termination(report.termination, options.last_word)
     return report.exit_code
 
 
-def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
-    with temporary_files() as folder:
+def _run_agent(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
+    with launcher_folder() as folder:
         ranks = RankProcesses(folder, options, engines)
         # Engines start during the imports for ranks, and read no weights before ranks send them.
         engines.keep_running()
         # Imported objects stay, and a collection over them would delay replies to other pods.
         gc.freeze()
         agent = Agent(pod, options, stop, ranks)
-        server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)
+        server = ProgressServer(pod.listens_on, pod.progress_port, agent.read_progress)
         try:
             return agent.run()
         finally:

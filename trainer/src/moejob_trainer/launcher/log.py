@@ -23,7 +23,7 @@ class LauncherLog:
         self._logger.warning(event, extra={_FIELDS: fields})
 
 
-class _Line(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, object] = getattr(record, _FIELDS, {})
         return " ".join(["[launcher]", record.getMessage(), *(f"{name}={value!r}" for name, value in fields.items())])
@@ -32,7 +32,7 @@ class _Line(logging.Formatter):
 def start_logging() -> None:
     """Write to standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Line())
+    handler.setFormatter(_LineFormatter())
     logger = logging.getLogger("moejob_trainer.launcher")
     # Not through the root logger: libraries configure it, and each line would be written twice.
     logger.handlers, logger.propagate = [handler], False

@@ -6,14 +6,14 @@ import resource
 from pathlib import Path
 
 from moejob_api.job import Spec
-from moejob_api.quantities import readable
+from moejob_api.quantities import readable_bytes
 
 # Of the second version of cgroups and of the first, as a container sees its own.
 _COUNTERS = ("memory.events", "memory/memory.oom_control")
 _NAME = "oom_kill"
 
 
-def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+def count_memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of such kills until now; 0 where no counter can be read."""
     for counter in _COUNTERS:
         try:
@@ -32,7 +32,7 @@ def pinning_trouble(spec: Spec, limit_bytes: int) -> str | None:
     if spec.resources.rdma is None or limit_bytes == resource.RLIM_INFINITY:
         return None
     return (
-        f"a process may pin {readable(limit_bytes)} of memory, and NCCL pins what cards for RDMA read; set "
+        f"a process may pin {readable_bytes(limit_bytes)} of memory, and NCCL pins what cards for RDMA read; set "
         "LimitMEMLOCK=infinity for the container runtime of this node"
     )
 

@@ -34,67 +34,69 @@ _RUN = (
 _MEASURE = re.compile(r"(?P<base>[A-Za-z]+)(?:/(?P<name>.+)|@(?P<k>\d+))?")
 
 
-def exposition(pod: PodProgress) -> str:
+def format_metrics(pod: PodProgress) -> str:
     """The metrics of a pod."""
     lines = [
-        *_gauge("moejob_pod_ready", "Every rank of the pod has sent a heartbeat.", [("", int(pod.ready))]),
-        *_gauge(
+        *_gauge_lines("moejob_pod_ready", "Every rank of the pod has sent a heartbeat.", [("", int(pod.ready))]),
+        *_gauge_lines(
             "moejob_rank_beat_age_seconds",
             "Seconds since the last sign of life.",
             [(f'{{rank="{beat.rank}"}}', round(beat.age_seconds, 3)) for beat in pod.ranks],
         ),
-        *_gauge(
+        *_gauge_lines(
             "moejob_rank_step", "Steps a rank has done.", [(f'{{rank="{beat.rank}"}}', beat.step) for beat in pod.ranks]
         ),
-        *_gauge(
+        *_gauge_lines(
             "moejob_phase_seconds",
             "How long the rank that is furthest behind has been in its phase.",
-            [] if pod.phase is None else [(f'{{phase="{_escaped(pod.phase)}"}}', round(pod.phase_seconds or 0.0, 3))],
+            []
+            if pod.phase is None
+            else [(f'{{phase="{_escape_label(pod.phase)}"}}', round(pod.phase_seconds or 0.0, 3))],
         ),
         "# HELP moejob_rank_restarts_total Restarts of ranks in place that this pod was the reason for.",
         "# TYPE moejob_rank_restarts_total counter",
         f"moejob_rank_restarts_total {pod.restarts}",
-        *(() if pod.run is None else _run(pod.run)),
+        *(() if pod.run is None else _run_gauges(pod.run)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _run(run: RunProgress) -> Iterable[str]:
+def _run_gauges(run: RunProgress) -> Iterable[str]:
     for field, name, meaning in _RUN:
         value = getattr(run, field)
         if value is not None:
-            yield from _gauge(name, meaning, [("", value)])
-    yield from _measures(run.measures)
+            yield from _gauge_lines(name, meaning, [("", value)])
+    yield from _measure_gauges(run.measures)
 
 
-def _measures(measures: Mapping[str, float]) -> Iterable[str]:
+def _measure_gauges(measures: Mapping[str, float]) -> Iterable[str]:
     """Every other number of the step log, by its name there: `reward/math` is moejob_reward_by_name{name="math"}."""
-    samples = sorted(sample for name, value in measures.items() for sample in _sample(name, value))
+    samples = sorted(sample for name, value in measures.items() for sample in _measure_samples(name, value))
     for (gauge, base), rows in groupby(samples, key=lambda sample: sample[:2]):
-        yield from _gauge(gauge, f"{base} in steps.jsonl.", [(labels, value) for *_, labels, value in rows])
+        yield from _gauge_lines(gauge, f"{base} in steps.jsonl.", [(labels, value) for *_, labels, value in rows])
 
 
-def _sample(name: str, value: float) -> Iterable[tuple[str, str, str, float]]:
+def _measure_samples(name: str, value: float) -> Iterable[tuple[str, str, str, float]]:
     """Gauge, name in the log, labels and value of a measure; none of a name that is not one."""
-    found = _MEASURE.fullmatch(name)
-    if found is None:
+    match = _MEASURE.fullmatch(name)
+    if match is None:
         return
-    base = found["base"]
+    base = match["base"]
     # Seconds of the step, where all others say of what.
     words = "stepSeconds" if base == "seconds" else base
     gauge = f"moejob_{re.sub(r'(?<=[a-z])(?=[A-Z])', '_', words).lower()}"
-    if found["name"] is not None:
-        yield f"{gauge}_by_name", base, f'{{name="{_escaped(found["name"])}"}}', value
-    elif found["k"] is not None:
-        yield gauge, base, f'{{k="{found["k"]}"}}', value
+    if match["name"] is not None:
+        yield f"{gauge}_by_name", base, f'{{name="{_escape_label(match["name"])}"}}', value
+    elif match["k"] is not None:
+        yield gauge, base, f'{{k="{match["k"]}"}}', value
     else:
         yield gauge, base, "", value
 
 
-def _escaped(text: str) -> str:
+def _escape_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _gauge(name: str, meaning: str, samples: Iterable[tuple[str, float]]) -> Iterable[str]:
+def _gauge_lines(name: str, meaning: str, samples: Iterable[tuple[str, float]]) -> Iterable[str]:
     rows = [f"{name}{labels} {value}" for labels, value in samples]
     return [f"# HELP {name} {meaning}", f"# TYPE {name} gauge", *rows] if rows else []

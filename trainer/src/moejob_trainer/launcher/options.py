@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moejob_api.contract.pods import Path as PodPath
+from moejob_api.contract.pods import PodPath
 from moejob_trainer.runtime.start_timing import process_began_at
 
 

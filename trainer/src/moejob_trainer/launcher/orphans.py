@@ -24,33 +24,33 @@ class Orphans:
     spared: children that come and go, and that another part ends.
     """
 
-    def __init__(self, spared: Callable[[], frozenset[int]] = frozenset) -> None:
+    def __init__(self, spared_children: Callable[[], frozenset[int]] = frozenset) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._own, self._spared = frozenset(_children()), spared
+        self._known_children, self._spared_children = frozenset(_child_pids()), spared_children
 
     def reap(self) -> None:
         """Reap those that have ended."""
-        for pid in self._present():
+        for pid in self._present_orphans():
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
     def kill(self) -> None:
         """Kill and reap all of them; killing one may leave its own children to us."""
         until = time.monotonic() + _REAP_SECONDS
-        while (present := self._present()) and time.monotonic() < until:
+        while (present := self._present_orphans()) and time.monotonic() < until:
             for pid in present:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.reap()
 
-    def _present(self) -> frozenset[int]:
-        return frozenset(_children()) - self._own - self._spared()
+    def _present_orphans(self) -> frozenset[int]:
+        return frozenset(_child_pids()) - self._known_children - self._spared_children()
 
 
-def _children() -> set[int]:
-    found: set[int] = set()
+def _child_pids() -> set[int]:
+    pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         # A thread may end while it is looked at.
         with suppress(OSError):
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
+            pids |= {int(pid) for pid in (task / "children").read_text().split()}
+    return pids

@@ -38,7 +38,7 @@ class _Stream:
     rank: int
     reader: Connection
     is_errors: bool
-    rest: bytes = b""
+    unfinished_line: bytes = b""
 
 
 @dataclass(slots=True)
@@ -78,8 +78,8 @@ class RankOutput:
     """The output of the ranks of one round: `readers` are standard output and standard error of each rank."""
 
     def __init__(self, readers: Mapping[int, tuple[Connection, Connection]], logs: Path | None) -> None:
-        self._last: dict[int, str] = {}
-        self._ended = {rank: threading.Event() for rank in readers}
+        self._last_lines: dict[int, str] = {}
+        self._end_events = {rank: threading.Event() for rank in readers}
         self._files = {rank: _LogFile(logs / f"rank-{rank}.log") for rank in readers} if logs is not None else {}
         self._selector = selectors.DefaultSelector()
         for rank, pair in readers.items():
@@ -87,57 +87,57 @@ class RankOutput:
                 os.set_blocking(reader.fileno(), False)
                 self._selector.register(reader, selectors.EVENT_READ, _Stream(rank, reader, is_errors))
         self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._pump, name="output of ranks", daemon=True)
+        self._thread = threading.Thread(target=self._read_streams, name="output of ranks", daemon=True)
         self._thread.start()
 
     def last_line(self, rank: int) -> str:
         """The last line of standard error of a rank that has ended; empty when it had nothing to complain about."""
-        self._ended[rank].wait(timeout=_LAST_WORD_SECONDS)
-        return self._last.get(rank, "")
+        self._end_events[rank].wait(timeout=_LAST_WORD_SECONDS)
+        return self._last_lines.get(rank, "")
 
-    def finish(self) -> None:
+    def read_to_end(self) -> None:
         """Read the rest once the ranks have ended. It waits 5 s at most: children of ranks may hold the pipes open."""
         self._is_ending.set()
         self._thread.join(timeout=5.0)
 
-    def _pump(self) -> None:
+    def _read_streams(self) -> None:
         while self._selector.get_map():
             was_ending = self._is_ending.is_set()
             ready = self._selector.select(0.0 if was_ending else 0.1)
             for key, _ in ready:
-                self._read(key.data)
+                self._read_stream(key.data)
             if was_ending and not ready:
                 break
-        self._close()
+        self._close_streams()
 
-    def _read(self, stream: _Stream) -> None:
+    def _read_stream(self, stream: _Stream) -> None:
         try:
             text = os.read(stream.reader.fileno(), _CHUNK)
         except BlockingIOError:
             return
         if not text:
             self._selector.unregister(stream.reader)
-            self._flush(stream)
+            self._flush_stream(stream)
             if stream.is_errors:
-                self._ended[stream.rank].set()
+                self._end_events[stream.rank].set()
             return
-        stream.rest += text
+        stream.unfinished_line += text
         begin = 0
-        for end in _LINE_END.finditer(stream.rest):
-            self._pass_on(stream, stream.rest[begin : end.end()])
+        for end in _LINE_END.finditer(stream.unfinished_line):
+            self._pass_line_on(stream, stream.unfinished_line[begin : end.end()])
             begin = end.end()
-        stream.rest = stream.rest[begin:]
-        if len(stream.rest) >= _LONGEST_LINE:
-            self._flush(stream)
+        stream.unfinished_line = stream.unfinished_line[begin:]
+        if len(stream.unfinished_line) >= _LONGEST_LINE:
+            self._flush_stream(stream)
 
-    def _flush(self, stream: _Stream) -> None:
-        if stream.rest:
-            self._pass_on(stream, stream.rest + b"\n")
-            stream.rest = b""
+    def _flush_stream(self, stream: _Stream) -> None:
+        if stream.unfinished_line:
+            self._pass_line_on(stream, stream.unfinished_line + b"\n")
+            stream.unfinished_line = b""
 
-    def _pass_on(self, stream: _Stream, line: bytes) -> None:
+    def _pass_line_on(self, stream: _Stream, line: bytes) -> None:
         if stream.is_errors and line.strip():
-            self._last[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
+            self._last_lines[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
         line = shown_line(line)
         if stream.rank in self._files:
             self._files[stream.rank].write(line)
@@ -147,9 +147,9 @@ class RankOutput:
         except (OSError, ValueError):
             return
 
-    def _close(self) -> None:
+    def _close_streams(self) -> None:
         for key in list(self._selector.get_map().values()):
-            self._flush(key.data)
+            self._flush_stream(key.data)
             key.data.reader.close()
         self._selector.close()
         for file in self._files.values():

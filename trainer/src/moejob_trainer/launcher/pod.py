@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from moejob_api.contract.addresses import is_loopback
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.contract.pod_environment import WrittenSpec, require_secret
-from moejob_api.contract.pods import Environment, Role
+from moejob_api.contract.pods import Environment, PodRole
 from moejob_trainer.runtime.channel import attempt_key
 from moejob_trainer.runtime.fencing import Fence, claim_key
 
-_Name = Annotated[str, Field(min_length=1)]
-_Port = Annotated[int, Field(ge=1, le=65_535)]
+_NonEmpty = Annotated[str, Field(min_length=1)]
+_PortNumber = Annotated[int, Field(ge=1, le=65_535)]
 _Count = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -25,21 +25,21 @@ class TrainerPod(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: _Name
+    job: _NonEmpty
     namespace: str
-    uid: _Name
+    uid: _NonEmpty
     spec: WrittenSpec
-    role: Literal[Role.TRAINER]
+    role: Literal[PodRole.TRAINER]
     attempt: Annotated[int, Field(ge=0)]
     index: Annotated[int, Field(ge=0)]
     nodes: _Count
     ranks_per_node: _Count
-    rendezvous_host: _Name
-    rendezvous_port: _Port
-    host: _Name
+    rendezvous_host: _NonEmpty
+    rendezvous_port: _PortNumber
+    host: _NonEmpty
     run_folder: Path
     grace_seconds: Annotated[int, Field(ge=1)]
-    progress_port: _Port
+    progress_port: _PortNumber
     # Python of the rollout environment; its place in images.
     rollout_python: Path = Path("/opt/rollout/bin/python")
     # Without it everyone who knows the job's UID would know the key.
@@ -76,12 +76,12 @@ class TrainerPod(BaseModel):
         return self.index * self.ranks_per_node
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """All ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     @property
-    def key(self) -> bytes:
+    def launcher_key(self) -> bytes:
         """The key that the launchers of this attempt share."""
         return attempt_key(self.secret.get_secret_value(), self.uid, self.attempt)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.runtime.activity import activity_of, has_worked
+from moejob_trainer.runtime.activity import has_worked, read_activity
 
 log = LauncherLog()
 
@@ -50,7 +50,7 @@ class Preload:
         for _ in range(_STARTS):
             # One that died with the ranks of the round before is started again.
             forkserver.ensure_running()
-            problem = self._problem(stop)
+            problem = self._await_imports(stop)
             if problem is None:
                 return
             log.warning("the fork server is started again", problem=problem)
@@ -60,7 +60,7 @@ class Preload:
         )
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def expect_answer(self) -> Iterator[None]:
         """Start a process within; a server that does not answer is killed, for its launcher would wait for ever."""
         timer = threading.Timer(self._idle_seconds, _kill_server)
         timer.daemon = True
@@ -77,26 +77,26 @@ class Preload:
         _kill_server()
 
     @property
-    def server(self) -> int:
+    def server_pid(self) -> int:
         """Return the process that has done the imports."""
         return int(self._warm.read_text())
 
-    def _problem(self, stop: StopRequest) -> str | None:
+    def _await_imports(self, stop: StopRequest) -> str | None:
         """Wait for the imports; return the reason if they cannot finish, in which case the server is dead."""
         pid = _server_pid()
-        seen, seen_at = activity_of(pid), time.monotonic()
-        worked_at = seen_at
+        activity, read_at = read_activity(pid), time.monotonic()
+        worked_at = read_at
         while not self._is_warm(pid):
-            stop.check()
+            stop.raise_if_requested()
             stop.wait(_POLL_SECONDS)
-            if (ending := _ending(pid)) is not None:
+            if (ending := _server_ending(pid)) is not None:
                 return f"{ending} meanwhile"
             now = time.monotonic()
-            if now - seen_at < _ACTIVITY_SECONDS:
+            if now - read_at < _ACTIVITY_SECONDS:
                 continue
-            before, seen = seen, activity_of(pid)
-            worked_at = now if has_worked(before, seen, now - seen_at) else worked_at
-            seen_at = now
+            before, activity = activity, read_activity(pid)
+            worked_at = now if has_worked(before, activity, now - read_at) else worked_at
+            read_at = now
             if now - worked_at >= self._idle_seconds:
                 _kill_server()
                 self._await_ending(pid)
@@ -106,7 +106,7 @@ class Preload:
     def _await_ending(self, pid: int) -> None:
         """Wait until a killed server is gone: until then it would count as the one that runs."""
         until = time.monotonic() + _KILL_SECONDS
-        while _ending(pid) is None and time.monotonic() < until:
+        while _server_ending(pid) is None and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
     def _is_warm(self, pid: int) -> bool:
@@ -121,7 +121,7 @@ def _server_pid() -> int:
     return int(pid)
 
 
-def _ending(pid: int) -> str | None:
+def _server_ending(pid: int) -> str | None:
     """Return how the server has ended; that is left to be seen by ensure_running, which starts it again."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from moejob_trainer.launcher.engine_processes import EngineRefusal, PodEngines
-from moejob_trainer.launcher.entry import RankCommand, enter
+from moejob_trainer.launcher.entry import RankCommand, enter_rank
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.orphans import Orphans
@@ -50,14 +50,14 @@ class RankProcesses:
         self._pids: Mapping[int, int] = {}
         self._exits: Mapping[int, int] = {}
 
-    def preload(self, stop: StopRequest) -> None:
+    def wait_for_imports(self, stop: StopRequest) -> None:
         """Wait until the imports are done: a launcher that arrives at the rendezvous must be able to start at once."""
         self._preload.wait(stop)
 
     def open_store(self) -> int:
         """Open a new store for the ranks of all pods, in place of the one before; its port."""
-        with self._preload.answering():
-            return self._store.renew()
+        with self._preload.expect_answer():
+            return self._store.open_new_store()
 
     def start(self, ranks: Sequence[RankCommand]) -> None:
         """Start all ranks of a round."""
@@ -67,9 +67,9 @@ class RankProcesses:
             output, output_end = self._context.Pipe(duplex=False)
             errors, errors_end = self._context.Pipe(duplex=False)
             process = self._context.Process(
-                target=enter, args=(rank, output_end, errors_end), name=f"rank-{rank.number}"
+                target=enter_rank, args=(rank, output_end, errors_end), name=f"rank-{rank.number}"
             )
-            with self._preload.answering():
+            with self._preload.expect_answer():
                 process.start()
             self._processes[rank.number] = process
             readers[rank.number] = (output, errors)
@@ -97,9 +97,9 @@ class RankProcesses:
         self._orphans.reap()
         self._poll()
 
-    def engine_refused(self) -> EngineRefusal | None:
+    def find_engine_refusal(self) -> EngineRefusal | None:
         """Return the reason that an engine beside the ranks cannot start, once it is known."""
-        return self._engines.refused()
+        return self._engines.find_refusal()
 
     def has_lost_store(self) -> bool:
         """Return whether the ranks' store has ended before the ranks."""
@@ -132,7 +132,7 @@ class RankProcesses:
             if process.exitcode is None:
                 log.warning("a rank cannot be killed; its node may need a restart", rank=rank, pid=process.pid)
         if self._output is not None:
-            self._output.finish()
+            self._output.read_to_end()
         self._output, self._processes = None, {}
         self._poll()
         self._orphans.kill()
@@ -142,7 +142,7 @@ class RankProcesses:
         self._preload.close()
 
     def _is_server_gone(self) -> bool:
-        until, pid = time.monotonic() + _DYING_SECONDS, self._preload.server
+        until, pid = time.monotonic() + _DYING_SECONDS, self._preload.server_pid
         while time.monotonic() < until:
             # WNOWAIT leaves the end of the server to ensure_running, which starts it again.
             with suppress(ChildProcessError):

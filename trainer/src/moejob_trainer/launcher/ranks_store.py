@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_trainer.launcher.fork_server import SERVER, die_with_parent
-from moejob_trainer.runtime.channel import listener
+from moejob_trainer.runtime.channel import open_listening_socket
 
 # TCPStore brings a client of its own, which would wait this long for a key, and is asked for none.
 _ANSWER_SECONDS = 20.0
@@ -24,19 +24,21 @@ class RanksStore:
 
     def __init__(self, context: ForkServerContext) -> None:
         self._context = context
-        self._open: Connection | None = None
+        self._server_connection: Connection | None = None
         self._process: ForkServerProcess | None = None
 
-    def renew(self) -> int:
+    def open_new_store(self) -> int:
         """Open a new store on loopback, which no rank of an earlier round can find, and return its port."""
-        if self._open is not None:
-            self._open.close()
-        self._open, launcher = self._context.Pipe()
-        with listener(LOOPBACK, 0) as on, launcher:
+        if self._server_connection is not None:
+            self._server_connection.close()
+        self._server_connection, launcher = self._context.Pipe()
+        with open_listening_socket(LOOPBACK, 0) as sock, launcher:
             # It is a daemon, so that nothing waits for it when the launcher ends.
-            self._process = self._context.Process(target=_serve, args=(on, launcher), name="ranks-store", daemon=True)
+            self._process = self._context.Process(
+                target=_serve_ranks, args=(sock, launcher), name="ranks-store", daemon=True
+            )
             self._process.start()
-            port: int = on.getsockname()[1]
+            port: int = sock.getsockname()[1]
         return port
 
     def has_ended(self) -> bool:
@@ -44,16 +46,16 @@ class RanksStore:
         return self._process is not None and self._process.exitcode is not None
 
 
-def _serve(on: socket.socket, launcher: Connection) -> None:
+def _serve_ranks(sock: socket.socket, launcher: Connection) -> None:
     """Answer ranks until the launcher closes its end. Runs in a fresh child of the fork server."""
     die_with_parent(SERVER)
     # Ctrl-C in a terminal is for the launcher alone.
     os.setsid()
     # Ranks that never come need no torch, and not every fork server has imported it.
-    if launcher in wait([on, launcher]):
+    if launcher in wait([sock, launcher]):
         return
     from moejob_trainer.runtime.loopback_store import store_at  # noqa: PLC0415
 
-    store = store_at(on, timedelta(seconds=_ANSWER_SECONDS))
+    store = store_at(sock, timedelta(seconds=_ANSWER_SECONDS))
     launcher.poll(None)
     del store

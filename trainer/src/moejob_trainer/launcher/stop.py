@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import wait
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Asked to stop where there is nothing to save."""
 
 
@@ -22,23 +22,23 @@ class StopRequest:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
 
-    def listen(self) -> None:
+    def listen_for_signals(self) -> None:
         """Take the signals of this process; its main thread must call it."""
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for asked in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(asked, lambda *_: self.ask())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.request_stop())
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ask once more."""
         self.times += 1
 
-    def wait(self, seconds: float, others: Iterable[int] = ()) -> None:
+    def wait(self, seconds: float, descriptors: Iterable[int] = ()) -> None:
         """Wait until asked to stop, until one of the others can be read, or that long."""
-        ready = wait([self._reader, *others], seconds)
+        ready = wait([self._reader, *descriptors], seconds)
         if self._reader in ready:
             os.read(self._reader, 4096)
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise Stopped when asked to."""
         if self.times:
-            raise Stopped
+            raise StopRequested

@@ -25,12 +25,12 @@ from moejob_trainer.runtime.channel import (
     BROKEN,
     Admission,
     LoopThread,
-    Stranger,
     Streams,
-    introduce,
-    listener,
+    UnknownPeer,
+    open_listening_socket,
+    prove_to_server,
     read_frame,
-    splice,
+    splice_streams,
     write_frame,
 )
 
@@ -77,26 +77,26 @@ class StoreReply(BaseModel):
     refused: str = ""
 
 
-class Entries:
+class StoreEntries:
     """Small texts and counters under names. Nothing is ever removed: the first writer of a text wins."""
 
     def __init__(self, limit_bytes: int = _STORE_BYTES) -> None:
         self._lock = Lock()
         self._texts: dict[str, str] = {}
         self._counts: dict[str, int] = {}
-        self._left = limit_bytes
+        self._bytes_left = limit_bytes
 
-    def answer(self, request: StoreRequest) -> StoreReply:
+    def apply_request(self, request: StoreRequest) -> StoreReply:
         """Apply a request. May be called from any thread."""
         with self._lock:
             match request.operation:
-                case Operation.PUT_FIRST if request.name not in self._texts and not self._takes(request):
+                case Operation.PUT_FIRST if request.name not in self._texts and not self._has_room_for(request):
                     return StoreReply(refused="the store is full")
                 case Operation.PUT_FIRST:
                     return StoreReply(text=self._texts.setdefault(request.name, request.text))
                 case Operation.GET:
                     return StoreReply(text=self._texts.get(request.name))
-                case Operation.COUNT if request.name not in self._counts and not self._takes(request):
+                case Operation.COUNT if request.name not in self._counts and not self._has_room_for(request):
                     return StoreReply(refused="the store is full")
                 case Operation.COUNT:
                     number = self._counts[request.name] = self._counts.get(request.name, 0) + request.number
@@ -104,38 +104,38 @@ class Entries:
                 case Operation.CONNECT:
                     return StoreReply(refused="there is no such store of ranks")
 
-    def _takes(self, request: StoreRequest) -> bool:
-        self._left -= len(request.name) + len(request.text)
-        return self._left >= 0
+    def _has_room_for(self, request: StoreRequest) -> bool:
+        self._bytes_left -= len(request.name) + len(request.text)
+        return self._bytes_left >= 0
 
 
 class StoreServer:
     """Answers launchers that know the key, and carries bytes of their ranks to a store in `ranks_ports`."""
 
-    def __init__(self, entries: Entries, key: bytes) -> None:
+    def __init__(self, entries: StoreEntries, key: bytes) -> None:
         self._entries, self._admission = entries, Admission(key)
         self.ranks_ports: set[int] = set()
 
-    async def listen(self, on: socket.socket) -> None:
+    async def serve_on(self, sock: socket.socket) -> None:
         """Serve until the loop ends."""
-        await asyncio.start_server(self._serve, sock=on, backlog=_ACCEPTED_AT_ONCE)
+        await asyncio.start_server(self._serve_client, sock=sock, backlog=_ACCEPTED_AT_ONCE)
         # asyncio uses its backlog as the length of the queue, too, and a large gang arrives together.
-        on.listen(BACKLOG)
+        sock.listen(BACKLOG)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(*BROKEN):
-            await self._admission.admit(reader, writer)
-            await self._answer(reader, writer)
+            await self._admission.admit_client(reader, writer)
+            await self._reply_to_requests(reader, writer)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _reply_to_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             request = StoreRequest.model_validate_json(await read_frame(reader))
             if request.operation is Operation.CONNECT and request.number in self.ranks_ports:
                 ranks = await asyncio.open_connection(LOOPBACK, request.number)
                 await write_frame(writer, StoreReply().model_dump_json().encode())
-                await splice((reader, writer), ranks)
+                await splice_streams((reader, writer), ranks)
                 return
-            await write_frame(writer, self._entries.answer(request).model_dump_json().encode())
+            await write_frame(writer, self._entries.apply_request(request).model_dump_json().encode())
 
 
 class StoreClient:
@@ -144,102 +144,102 @@ class StoreClient:
     def __init__(self, loop: LoopThread, host: str, port: int, key: bytes) -> None:
         self._loop, self._place, self._key = loop, (host, port), key
         self._lock = Lock()
-        self._streams: Streams = loop.run(self._connected(), _ANSWER_SECONDS)
+        self._streams: Streams = loop.run(self._open_streams(), _ANSWER_SECONDS)
         self._forwarder: asyncio.Server | None = None
 
-    def answer(self, request: StoreRequest) -> StoreReply:
+    def send_request(self, request: StoreRequest) -> StoreReply:
         """Ask the store."""
         with self._lock:
-            answer: StoreReply = self._loop.run(_asked(self._streams, request), _ANSWER_SECONDS)
-        return answer
+            reply: StoreReply = self._loop.run(_exchange_frames(self._streams, request), _ANSWER_SECONDS)
+        return reply
 
-    def forward(self, ranks_port: int) -> int:
+    def forward_ranks(self, ranks_port: int) -> int:
         """Listen on loopback for this pod's ranks, carry their bytes to the ranks' store, and return the port."""
         if self._forwarder is not None:
             # Ranks of the round before are dead.
             self._forwarder.close()
-        found = listener(LOOPBACK, 0)
-        port: int = found.getsockname()[1]
+        sock = open_listening_socket(LOOPBACK, 0)
+        port: int = sock.getsockname()[1]
 
-        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def carry_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with closing(writer), suppress(*BROKEN):
-                streams = await asyncio.wait_for(self._connected(), _ANSWER_SECONDS)
+                streams = await asyncio.wait_for(self._open_streams(), _ANSWER_SECONDS)
                 request = StoreRequest(operation=Operation.CONNECT, number=ranks_port)
-                if not (await _asked(streams, request)).refused:
-                    await splice((reader, writer), streams)
+                if not (await _exchange_frames(streams, request)).refused:
+                    await splice_streams((reader, writer), streams)
 
-        self._forwarder = self._loop.run(asyncio.start_server(carry, sock=found), _ANSWER_SECONDS)
+        self._forwarder = self._loop.run(asyncio.start_server(carry_connection, sock=sock), _ANSWER_SECONDS)
         return port
 
-    async def _connected(self) -> Streams:
+    async def _open_streams(self) -> Streams:
         reader, writer = await asyncio.open_connection(*self._place)
         try:
-            await introduce(reader, writer, self._key)
+            await prove_to_server(reader, writer, self._key)
         except asyncio.IncompleteReadError:
             writer.close()
-            raise Stranger("it belongs to another attempt, or has another secret") from None
+            raise UnknownPeer("it belongs to another attempt, or has another secret") from None
         return reader, writer
 
 
-class Store:
+class LauncherStore:
     """The store as a launcher uses it. It ends with this object."""
 
     def __init__(
         self,
         loop: LoopThread,
-        answer: Callable[[StoreRequest], StoreReply],
+        apply_request: Callable[[StoreRequest], StoreReply],
         ranks_port: Callable[[int], int],
         port: int,
     ) -> None:
-        self._answer, self._ranks_port, self.port = answer, ranks_port, port
+        self._apply_request, self._ranks_port, self.port = apply_request, ranks_port, port
         weakref.finalize(self, loop.stop)
 
     @classmethod
-    def hosted(cls, address: str, port: int, key: bytes) -> Store:
+    def host_store(cls, address: str, port: int, key: bytes) -> LauncherStore:
         """Host a new store on this machine; port 0 takes a free one."""
-        entries, loop = Entries(), LoopThread()
+        entries, loop = StoreEntries(), LoopThread()
         server = StoreServer(entries, key)
-        with _reaching(f"{address}:{port}"):
-            on = listener(address, port)
-            loop.run(server.listen(on), _ANSWER_SECONDS)
+        with _as_lost_peers(f"{address}:{port}"):
+            sock = open_listening_socket(address, port)
+            loop.run(server.serve_on(sock), _ANSWER_SECONDS)
 
-        def registered(ranks_port: int) -> int:
+        def register_port(ranks_port: int) -> int:
             server.ranks_ports = {ranks_port}
             return ranks_port
 
-        return cls(loop, entries.answer, registered, on.getsockname()[1])
+        return cls(loop, entries.apply_request, register_port, sock.getsockname()[1])
 
     @classmethod
-    def joined(cls, host: str, port: int, key: bytes) -> Store:
+    def join_store(cls, host: str, port: int, key: bytes) -> LauncherStore:
         """Join the store that another pod hosts, which must be listening already."""
         loop = LoopThread()
-        with _reaching(f"{host}:{port}"):
+        with _as_lost_peers(f"{host}:{port}"):
             client = StoreClient(loop, host, port, key)
-        return cls(loop, client.answer, client.forward, port)
+        return cls(loop, client.send_request, client.forward_ranks, port)
 
     def put_first(self, name: str, text: str) -> str:
         """Write a text unless the name has one; return the text that counts."""
-        return self._asked(StoreRequest(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
+        return self._send_request(StoreRequest(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
 
     def get(self, name: str) -> str | None:
         """Return the value of a key."""
-        return self._asked(StoreRequest(operation=Operation.GET, name=name)).text
+        return self._send_request(StoreRequest(operation=Operation.GET, name=name)).text
 
-    def count(self, name: str, more: int = 1) -> int:
+    def add_to_counter(self, name: str, more: int = 1) -> int:
         """Add to a counter, which starts at 0, and return its new value."""
-        return self._asked(StoreRequest(operation=Operation.COUNT, name=name, number=more)).number
+        return self._send_request(StoreRequest(operation=Operation.COUNT, name=name, number=more)).number
 
     def reach_ranks(self, ranks_port: int) -> int:
         """Return the port of this pod's loopback under which its ranks reach the store that pod 0 hosts for them."""
-        with _reaching("the store of the ranks"):
+        with _as_lost_peers("the store of the ranks"):
             return self._ranks_port(ranks_port)
 
-    def _asked(self, request: StoreRequest) -> StoreReply:
-        with _reaching(request.name):
-            answer = self._answer(request)
-        if answer.refused:
-            raise LostPeers(f"the store of the rendezvous refused {request.name}: {answer.refused}")
-        return answer
+    def _send_request(self, request: StoreRequest) -> StoreReply:
+        with _as_lost_peers(request.name):
+            reply = self._apply_request(request)
+        if reply.refused:
+            raise LostPeers(f"the store of the rendezvous refused {request.name}: {reply.refused}")
+        return reply
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -251,17 +251,17 @@ def is_listening(host: str, port: int) -> bool:
     return True
 
 
-async def _asked(streams: Streams, request: StoreRequest) -> StoreReply:
+async def _exchange_frames(streams: Streams, request: StoreRequest) -> StoreReply:
     reader, writer = streams
     await write_frame(writer, request.model_dump_json().encode())
     return StoreReply.model_validate_json(await read_frame(reader))
 
 
 @contextmanager
-def _reaching(what: str) -> Iterator[None]:
-    failures = (RuntimeError, OSError, EOFError, TimeoutError, ValidationError, Stranger)
+def _as_lost_peers(subject: str) -> Iterator[None]:
+    failures = (RuntimeError, OSError, EOFError, TimeoutError, ValidationError, UnknownPeer)
     try:
         yield
     except failures as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise LostPeers(f"the store of the rendezvous does not answer ({what}): {said}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise LostPeers(f"the store of the rendezvous does not answer ({subject}): {reason}") from None

@@ -19,7 +19,7 @@ _LONGEST_NAME = 85
 
 
 @contextmanager
-def temporary_files() -> Iterator[Path]:
+def launcher_folder() -> Iterator[Path]:
     """A folder for the temporary files of this launcher; those of launchers that were killed go at once.
 
     TMPDIR stays as it is: kernels that were compiled are kept there, and serve the next start too.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32
 
 
 def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
@@ -14,7 +14,7 @@ def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
 
     gate_up [r, 2, f], probabilities [r] -> [r, f]
     """
-    fused = kernels("activation", gate_up)
+    fused = find_kernels("activation", gate_up)
     if fused:
         activated: Tensor = fused.swiglu(gate_up, probabilities)
         return activated
@@ -24,8 +24,8 @@ def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
 def plain_swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
     """`swiglu` in the operations of torch."""
     # silu(x) = x * sigmoid(x); probabilities weigh rows here, before `down`, which is linear.
-    gate, up = widened(gate_up).unbind(1)
-    return _weighted(functional.silu(gate) * up, probabilities).to(gate_up.dtype)
+    gate, up = at_least_float32(gate_up).unbind(1)
+    return _apply_probabilities(functional.silu(gate) * up, probabilities).to(gate_up.dtype)
 
 
 def clamped_swiglu(
@@ -35,7 +35,7 @@ def clamped_swiglu(
 
     gate_up [r, 2, f], probabilities [r] -> [r, f]
     """
-    fused = kernels("activation", gate_up)
+    fused = find_kernels("activation", gate_up)
     if fused:
         activated: Tensor = fused.clamped_swiglu(gate_up, probabilities, limit, steepness)
         return activated
@@ -44,11 +44,11 @@ def clamped_swiglu(
 
 def plain_clamped_swiglu(gate_up: Tensor, probabilities: Tensor | None, *, limit: float, steepness: float) -> Tensor:
     """`clamped_swiglu` in the operations of torch."""
-    gate, up = widened(gate_up).unbind(1)
+    gate, up = at_least_float32(gate_up).unbind(1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     activated = (up + 1) * gate * (gate * steepness).sigmoid()
-    return _weighted(activated, probabilities).to(gate_up.dtype)
+    return _apply_probabilities(activated, probabilities).to(gate_up.dtype)
 
 
-def _weighted(activated: Tensor, probabilities: Tensor | None) -> Tensor:
-    return activated if probabilities is None else activated * widened(probabilities)[:, None]
+def _apply_probabilities(activated: Tensor, probabilities: Tensor | None) -> Tensor:
+    return activated if probabilities is None else activated * at_least_float32(probabilities)[:, None]

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from moejob_trainer.distributed.collectives import all_gather
 from moejob_trainer.distributed.groups import Group
-from moejob_trainer.layers.documents import in_row_order
+from moejob_trainer.layers.documents import restore_row_order
 
 
-def gathered_row(held: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_row(local_chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the whole row from the chunks of all context ranks. [t, ...] -> [t * context_size, ...]
 
     Backward, every rank receives the sum of all ranks' gradients for its tokens.
     """
-    return in_row_order(all_gather(held, Group(group.rank(), group.size(), group)), group.size())
+    return restore_row_order(all_gather(local_chunks, Group(group.rank(), group.size(), group)), group.size())

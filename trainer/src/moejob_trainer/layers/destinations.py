@@ -12,69 +12,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.permutation import Permutation, combined
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.permutation import Permutation, combine_rows
 
 
-def destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+def find_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Return the rank of each choice [t, k], and the rows and choices of each rank. int64 [t, k], int64 [2, ranks]
 
     Each rank holds `experts` experts. Of a token's choices on one rank only the first sends a row; the others, and a
     choice of no expert (`ranks * experts`), have the destination `ranks`.
     """
-    fused = kernels("destinations", chosen)
-    of = fused.destinations if fused else plain_destinations
-    found: tuple[Tensor, Tensor] = of(chosen, experts, ranks)
-    return found
+    fused = find_kernels("destinations", chosen)
+    find = fused.find_destinations if fused else plain_destinations
+    ranks_and_counts: tuple[Tensor, Tensor] = find(chosen, experts, ranks)
+    return ranks_and_counts
 
 
 def plain_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """`destinations` in the operations of torch."""
+    """`find_destinations` in the operations of torch."""
     owners = chosen // experts
-    found = owners.masked_fill(~_is_first(owners), ranks)
+    destination_ranks = owners.masked_fill(~_is_first_on_rank(owners), ranks)
     numbers = torch.arange(ranks, device=owners.device)
-    return found, (torch.stack([found.flatten(), owners.flatten()]).unsqueeze(-1) == numbers).sum(1)
+    return destination_ranks, (
+        torch.stack([destination_ranks.flatten(), owners.flatten()]).unsqueeze(-1) == numbers
+    ).sum(1)
 
 
-def choices_sent(chosen: Tensor, probabilities: Tensor, permutation: Permutation, experts: int) -> Tensor:
+def pack_choices(chosen: Tensor, probabilities: Tensor, permutation: Permutation, experts: int) -> Tensor:
     """Return for each sent row its token's probabilities and its choices, numbered for the receiver. [rows, 2 k]
 
     A rank numbers its own experts from 0; `experts` means none of them. The permutation is the one by destination. Both
     travel in one tensor: float32 holds the number of any expert exactly. The probabilities have gradients.
     """
-    both: Tensor = _ChoicesSent.apply(chosen, probabilities, permutation, experts)
+    both: Tensor = _PackChoices.apply(chosen, probabilities, permutation, experts)
     return both
 
 
 def local_choices(chosen: Tensor, rank: Tensor | int, experts: int) -> Tensor:
     """Return choices of a rank's experts, numbered from its first; `experts`, which means none, for all others."""
-    own = chosen - rank * experts
-    return own.masked_fill((own < 0) | (own > experts), experts)
+    local_numbers = chosen - rank * experts
+    return local_numbers.masked_fill((local_numbers < 0) | (local_numbers > experts), experts)
 
 
-class _ChoicesSent(torch.autograd.Function):
+class _PackChoices(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, chosen: Tensor, probabilities: Tensor, permutation: Permutation, experts: int) -> Tensor:
         context.permutation = permutation
-        fused = kernels("destinations", chosen)
-        sent = fused.choices_sent if fused else plain_choices_sent
-        both: Tensor = sent(chosen, probabilities, permutation.order, experts)
+        fused = find_kernels("destinations", chosen)
+        pack = fused.pack_choices if fused else plain_pack_choices
+        both: Tensor = pack(chosen, probabilities, permutation.order, experts)
         return both
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, combined(gradient.chunk(2, -1)[0].contiguous(), context.permutation), None, None
+        return None, combine_rows(gradient.chunk(2, -1)[0].contiguous(), context.permutation), None, None
 
 
-def plain_choices_sent(chosen: Tensor, probabilities: Tensor, order: Tensor, experts: int) -> Tensor:
-    """`choices_sent` in the operations of torch; order int64 [rows]: the choice that takes each row."""
+def plain_pack_choices(chosen: Tensor, probabilities: Tensor, order: Tensor, experts: int) -> Tensor:
+    """`pack_choices` in the operations of torch; order int64 [rows]: the choice that takes each row."""
     tokens = order // max(chosen.shape[1], 1)
     owners = (chosen.flatten()[order] // experts).unsqueeze(-1)
-    here = local_choices(chosen[tokens], owners, experts)
-    return torch.cat([probabilities[tokens], here.to(probabilities.dtype)], -1)
+    local_numbers = local_choices(chosen[tokens], owners, experts)
+    return torch.cat([probabilities[tokens], local_numbers.to(probabilities.dtype)], -1)
 
 
-def _is_first(owners: Tensor) -> Tensor:
+def _is_first_on_rank(owners: Tensor) -> Tensor:
     """Mark the first choice of each token on each rank. [t, k]"""
     same = owners.unsqueeze(-1) == owners.unsqueeze(-2)
     return ~same.tril(-1).any(-1)

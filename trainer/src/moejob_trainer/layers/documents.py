@@ -33,11 +33,11 @@ class AttentionSpan:
     key_counts: tuple[int, ...]
 
     @property
-    def queries(self) -> int:
+    def total_queries(self) -> int:
         return sum(self.query_counts)
 
     @property
-    def keys(self) -> int:
+    def total_keys(self) -> int:
         return sum(self.key_counts)
 
 
@@ -73,7 +73,7 @@ class Documents:
             )
 
     @staticmethod
-    def of(
+    def from_lengths(
         lengths: Sequence[int],
         *,
         device: torch.device | str = "cpu",
@@ -91,11 +91,11 @@ class Documents:
         return sum(self.lengths)
 
     @property
-    def tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Tokens that this rank holds."""
         return self.row_tokens // self.context_size
 
-    def held(self) -> tuple[tuple[int, int], ...]:
+    def local_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the parts that this rank holds, as (start, end) in the row."""
         if self.context_size == 1:
             return ((0, self.row_tokens),)
@@ -103,27 +103,29 @@ class Documents:
         chunks = (self.context_rank, 2 * self.context_size - 1 - self.context_rank)
         return tuple((chunk * index, chunk * (index + 1)) for index in chunks)
 
-    def indices(self) -> Tensor:
+    def row_indices(self) -> Tensor:
         """Return the places of this rank's tokens in the row. int64 [tokens]"""
-        return torch.cat([torch.arange(start, end, device=self.cu_lengths.device) for start, end in self.held()])
+        return torch.cat(
+            [torch.arange(start, end, device=self.cu_lengths.device) for start, end in self.local_ranges()]
+        )
 
-    def segments(self) -> Tensor:
+    def segment_ids(self) -> Tensor:
         """Return the document of each of this rank's tokens. int32 [tokens]"""
-        return torch.searchsorted(self.cu_lengths[1:], self.indices().int(), right=True, out_int32=True)
+        return torch.searchsorted(self.cu_lengths[1:], self.row_indices().int(), right=True, out_int32=True)
 
-    def positions(self) -> Tensor:
+    def position_ids(self) -> Tensor:
         """Return the place of each of this rank's tokens in its document. int64 [tokens]"""
-        return self.indices() - self.cu_lengths[self.segments()]
+        return self.row_indices() - self.cu_lengths[self.segment_ids()]
 
-    def order(self) -> Tensor:
+    def row_order(self) -> Tensor:
         """int64 [row_tokens]: `gathered[order]` is the row, if `gathered` is what the ranks hold, rank after rank."""
         positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
-        return in_row_order(positions, self.context_size)
+        return restore_row_order(positions, self.context_size)
 
     @cached_property
-    def spans(self) -> tuple[AttentionSpan, ...]:
+    def attention_spans(self) -> tuple[AttentionSpan, ...]:
         """This rank's queries and their keys, one span for each run of neighbouring tokens."""
-        return tuple(self._span(start, end) for start, end in self.held())
+        return tuple(self._make_span(start, end) for start, end in self.local_ranges())
 
     @cached_property
     def span_bounds(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -133,7 +135,7 @@ class Documents:
         """
         if self.context_size == 1:
             return ((self.cu_lengths, self.cu_lengths),)
-        parts = zip(self.held(), self.spans, strict=True)
+        parts = zip(self.local_ranges(), self.attention_spans, strict=True)
         return tuple(
             (
                 self.cu_lengths.clamp(start, end) - start,
@@ -142,7 +144,7 @@ class Documents:
             for (start, end), span in parts
         )
 
-    def _span(self, start: int, end: int) -> AttentionSpan:
+    def _make_span(self, start: int, end: int) -> AttentionSpan:
         boundaries = pairwise(accumulate(self.lengths, initial=0))
         inside = [(first, min(last, end)) for first, last in boundaries if max(first, start) < min(last, end)]
         return AttentionSpan(
@@ -152,7 +154,7 @@ class Documents:
         )
 
 
-def in_row_order(gathered: Tensor, context_size: int) -> Tensor:
+def restore_row_order(gathered: Tensor, context_size: int) -> Tensor:
     """Return the row from the chunks of the context ranks, gathered rank after rank. [row_tokens, ...]"""
     if context_size == 1:
         return gathered

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.float8 import Float8Weight, Rounded, rounded_rows
+from moejob_trainer.layers.float8 import Float8Weight, QuantizedRows, quantize_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import matrix_product, multiplies_widened, widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32, matrix_product, needs_float32_products
 
 ALIGNMENT_BYTES = 16
 # torch 2.11 has it under its other name.
@@ -37,14 +37,14 @@ def grouped_linear(
     return product
 
 
-def with_biases(y: Tensor, bias: Tensor, bounds: Tensor) -> Tensor:
+def add_biases(y: Tensor, bias: Tensor, bounds: Tensor) -> Tensor:
     """Rows y [r, n], each plus its expert's bias [e, n]. [r, n]"""
-    return y + rows_of_experts(bias, bounds, len(y))
+    return y + repeat_biases(bias, bounds, len(y))
 
 
-def rows_of_experts(bias: Tensor, bounds: Tensor, rows: int) -> Tensor:
+def repeat_biases(bias: Tensor, bounds: Tensor, rows: int) -> Tensor:
     """Each expert's bias [e, n], once for each of its rows. [r, n]"""
-    repeated: Tensor = _RowsOfExperts.apply(bias, bounds.diff(), rows)
+    repeated: Tensor = _RepeatBiases.apply(bias, bounds.diff(), rows)
     return repeated
 
 
@@ -61,8 +61,8 @@ class _GroupedLinear(torch.autograd.Function):
         context.total, context.float8 = total, float8
         context.save_for_backward(x, weight, bounds)
         if float8 is None:
-            return _product(x, weight.transpose(1, 2), bounds)
-        return _float8_product(x, float8.by_inputs(weight), bounds)
+            return _grouped_product(x, weight.transpose(1, 2), bounds)
+        return _float8_product(x, float8.quantize_by_inputs(weight), bounds)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -71,15 +71,15 @@ class _GroupedLinear(torch.autograd.Function):
         gradient = gradient.contiguous()
         x_gradient = weight_gradient = None
         if context.needs_input_grad[0] and context.float8 is None:
-            x_gradient = _product(gradient, weight, bounds)
+            x_gradient = _grouped_product(gradient, weight, bounds)
         elif context.needs_input_grad[0]:
-            x_gradient = _float8_product(gradient, context.float8.by_outputs(weight), bounds)
+            x_gradient = _float8_product(gradient, context.float8.quantize_by_outputs(weight), bounds)
         if context.needs_input_grad[1]:
             weight_gradient = _weight_gradient(gradient, x, bounds, weight, context.total)
         return x_gradient, weight_gradient, None, None, None
 
 
-class _RowsOfExperts(torch.autograd.Function):
+class _RepeatBiases(torch.autograd.Function):
     """Each expert's bias, once for each of its rows. Torch's own backward adds thousands of rows in bfloat16."""
 
     @staticmethod
@@ -90,17 +90,17 @@ class _RowsOfExperts(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (counts,) = context.saved_tensors
-        wide = widened(gradient).contiguous()
+        wide = at_least_float32(gradient).contiguous()
         sums = torch.segment_reduce(wide, "sum", lengths=counts.long(), axis=0, unsafe=True, initial=0)
         return sums.to(gradient.dtype), None, None
 
 
-def _product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
+def _grouped_product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     """x [r, k] by weights [e, k, n] -> [r, n]"""
-    fused = kernels("experts", x)
-    if fused and fused.multiplies(x, weights):
-        product: Tensor = fused.products(x.contiguous(), weights, bounds)
-    elif _kernel_takes(x, *weights.shape[1:]):
+    fused = find_kernels("experts", x)
+    if fused and fused.can_multiply(x, weights):
+        product: Tensor = fused.grouped_products(x.contiguous(), weights, bounds)
+    elif _can_use_kernel(x, *weights.shape[1:]):
         product = grouped_mm(x.contiguous(), weights, offs=bounds[1:])
     else:
         parts = zip(x.tensor_split(bounds[1:-1].tolist()), weights, strict=True)
@@ -108,14 +108,14 @@ def _product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     return product
 
 
-def _float8_product(x: Tensor, weights: Rounded, bounds: Tensor) -> Tensor:
+def _float8_product(x: Tensor, weights: QuantizedRows, bounds: Tensor) -> Tensor:
     """x [r, k] by weights [e, n, k] -> [r, n]"""
-    rows = rounded_rows(x)
-    fused = kernels("float8", x)
-    if fused and fused.multiplies(rows.values, x.dtype):
-        product: Tensor = fused.products(rows.values, rows.scales, weights.values, weights.scales, bounds)
+    rows = quantize_rows(x)
+    fused = find_kernels("float8", x)
+    if fused and fused.can_multiply(rows.values, x.dtype):
+        product: Tensor = fused.grouped_products(rows.values, rows.scales, weights.values, weights.scales, bounds)
         return product
-    return _product(rows.plain(x.dtype), weights.plain(x.dtype).transpose(1, 2), bounds)
+    return _grouped_product(rows.dequantize(x.dtype), weights.dequantize(x.dtype).transpose(1, 2), bounds)
 
 
 def _weight_gradient(
@@ -124,33 +124,33 @@ def _weight_gradient(
     """gradient [r, n] by x [r, k] -> [e, n, k]; a placeholder or None where `total` gets the gradient"""
     if total is None:
         return _outer_products(gradient, x, bounds)
-    into = total.like(weight)
+    target = total.target_for(weight)
     if total.is_new:
-        _write_outer_products(gradient, x, bounds, into)
+        _write_outer_products(gradient, x, bounds, target)
     else:
-        _add_outer_products(gradient, x, bounds, into)
-    return total.added(weight)
+        _add_outer_products(gradient, x, bounds, target)
+    return total.mark_added(weight)
 
 
-def _write_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tensor) -> None:
-    fused = kernels("experts", x)
-    if fused and fused.writes(gradient, x, into):
-        fused.write_outer_products(gradient, x.contiguous(), bounds, into)
+def _write_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, target: Tensor) -> None:
+    fused = find_kernels("experts", x)
+    if fused and fused.can_write(gradient, x, target):
+        fused.write_outer_products(gradient, x.contiguous(), bounds, target)
     else:
-        into.copy_(_outer_products(gradient, x, bounds))
+        target.copy_(_outer_products(gradient, x, bounds))
 
 
-def _add_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tensor) -> None:
-    fused = kernels("experts", x)
-    if fused and fused.adds(gradient, x, into):
-        fused.add_outer_products(gradient, x.contiguous(), bounds, into)
+def _add_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, target: Tensor) -> None:
+    fused = find_kernels("experts", x)
+    if fused and fused.can_add(gradient, x, target):
+        fused.add_outer_products(gradient, x.contiguous(), bounds, target)
     else:
-        into += _outer_products(gradient, x, bounds)
+        target += _outer_products(gradient, x, bounds)
 
 
 def _outer_products(gradient: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     """gradient [r, n] by x [r, k] -> [e, n, k]"""
-    if _kernel_takes(x, x.shape[1], gradient.shape[1]):
+    if _can_use_kernel(x, x.shape[1], gradient.shape[1]):
         products: Tensor = grouped_mm(gradient.t(), x.contiguous(), offs=bounds[1:])
         return products
     inner = bounds[1:-1].tolist()
@@ -158,11 +158,11 @@ def _outer_products(gradient: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return torch.stack([matrix_product(rows.t(), part) for rows, part in pairs])
 
 
-def _kernel_takes(rows: Tensor, *widths: int) -> bool:
+def _can_use_kernel(rows: Tensor, *widths: int) -> bool:
     """Return whether the grouped kernel supports this precision and these widths, and has rows to work on."""
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
         return False
     # One expert at a time is widened then: float32 copies of all experts would take twice their memory.
-    if multiplies_widened(rows):
+    if needs_float32_products(rows):
         return False
     return all(width > 0 and width * rows.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

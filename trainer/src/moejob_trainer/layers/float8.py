@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.kernels import find_kernels
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -32,13 +32,13 @@ WIDTH_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rounded:
+class QuantizedRows:
     """Rows of FP8 numbers [.., r, k], and the float32 scale of each row [.., r]."""
 
     values: Tensor
     scales: Tensor
 
-    def plain(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The numbers that these are, exact in bfloat16 and wider types. [.., r, k]"""
         return (self.values.float() * self.scales.unsqueeze(-1)).to(dtype)
 
@@ -48,57 +48,57 @@ class Float8Weight:
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
-        self._by_inputs: Rounded | None = None
-        self._by_outputs: Rounded | None = None
+        self._by_inputs: QuantizedRows | None = None
+        self._by_outputs: QuantizedRows | None = None
 
-    def by_inputs(self, weight: Tensor) -> Rounded:
+    def quantize_by_inputs(self, weight: Tensor) -> QuantizedRows:
         """Rows of inputs, one for each output. weight [.., n, k] -> [.., n, k]"""
-        found = rounded_rows(weight) if self._by_inputs is None else self._by_inputs
-        self._by_inputs = found if self._keeps else None
-        return found
+        quantized = quantize_rows(weight) if self._by_inputs is None else self._by_inputs
+        self._by_inputs = quantized if self._keeps else None
+        return quantized
 
-    def by_outputs(self, weight: Tensor) -> Rounded:
+    def quantize_by_outputs(self, weight: Tensor) -> QuantizedRows:
         """Rows of outputs, one for each input. weight [.., n, k] -> [.., k, n]"""
-        found = rounded_columns(weight) if self._by_outputs is None else self._by_outputs
-        self._by_outputs = found if self._keeps else None
-        return found
+        quantized = quantize_columns(weight) if self._by_outputs is None else self._by_outputs
+        self._by_outputs = quantized if self._keeps else None
+        return quantized
 
-    def forget(self) -> None:
+    def discard_roundings(self) -> None:
         """Drop both roundings, before the weight changes."""
         self._by_inputs = self._by_outputs = None
 
 
-def rounded_rows(x: Tensor) -> Rounded:
+def quantize_rows(x: Tensor) -> QuantizedRows:
     """Round each row [.., r, k] with a scale that lets its largest number just fit."""
-    fused = kernels("float8", x)
-    values, scales = (fused.rounded_rows if fused else plain_rounded_rows)(x.contiguous())
-    return Rounded(values, scales)
+    fused = find_kernels("float8", x)
+    values, scales = (fused.quantize_rows if fused else plain_quantize_rows)(x.contiguous())
+    return QuantizedRows(values, scales)
 
 
-def rounded_columns(x: Tensor) -> Rounded:
+def quantize_columns(x: Tensor) -> QuantizedRows:
     """Round each column, and return columns as rows. [.., r, k] -> [.., k, r]"""
-    fused = kernels("float8", x)
-    values, scales = (fused.rounded_columns if fused else plain_rounded_columns)(x.contiguous())
-    return Rounded(values, scales)
+    fused = find_kernels("float8", x)
+    values, scales = (fused.quantize_columns if fused else plain_quantize_columns)(x.contiguous())
+    return QuantizedRows(values, scales)
 
 
-def plain_rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`rounded_rows` in the operations of torch."""
+def plain_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` in the operations of torch."""
     wide = x.float()
     largest = wide.abs().amax(-1).clamp(min=SMALLEST)
     upwards = ((LARGEST / largest).view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     return (wide * upwards.unsqueeze(-1)).to(FLOAT8), upwards.reciprocal()
 
 
-def plain_rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`rounded_columns` in the operations of torch."""
-    return plain_rounded_rows(x.transpose(-2, -1).contiguous())
+def plain_quantize_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_columns` in the operations of torch."""
+    return plain_quantize_rows(x.transpose(-2, -1).contiguous())
 
 
-def product(x: Rounded, weight: Rounded, dtype: torch.dtype) -> Tensor:
+def multiply_quantized(x: QuantizedRows, weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
     """Rows x [t, k] times each row of a weight [n, k]. [t, n]"""
-    fused = kernels("float8", x.values)
-    if fused and fused.multiplies(x.values, dtype):
-        found: Tensor = fused.product(x.values, x.scales, weight.values, weight.scales)
-        return found
-    return functional.linear(x.plain(dtype), weight.plain(dtype))
+    fused = find_kernels("float8", x.values)
+    if fused and fused.can_multiply(x.values, dtype):
+        result: Tensor = fused.dense_product(x.values, x.scales, weight.values, weight.scales)
+        return result
+    return functional.linear(x.dequantize(dtype), weight.dequantize(dtype))

@@ -19,10 +19,10 @@ class GradientSum(Protocol):
     def is_new(self) -> bool:
         """Return whether the memory has no sum yet: the product overwrites it."""
 
-    def like(self, weight: Tensor) -> Tensor:
+    def target_for(self, weight: Tensor) -> Tensor:
         """Return the memory for the gradient, in the shape in which the product has the weight."""
 
-    def added(self, weight: Tensor) -> Tensor | None:
+    def mark_added(self, weight: Tensor) -> Tensor | None:
         """Note that the gradient is added, and return a placeholder or None for autograd."""
 
 
@@ -33,12 +33,12 @@ class MainGradient:
     is_new: ClassVar[bool] = False
     parameter: nn.Parameter
 
-    def like(self, weight: Tensor) -> Tensor:
+    def target_for(self, weight: Tensor) -> Tensor:
         """The sum of all micro batches."""
         total: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         return total.view(weight.shape)
 
-    def added(self, weight: Tensor) -> Tensor:
+    def mark_added(self, weight: Tensor) -> Tensor:
         """Megatron's hook waits for a gradient, and drops it.
 
         Until the buffers are emptied it drops every gradient of this parameter, so all of them have to be added here.
@@ -48,25 +48,25 @@ class MainGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnGradient:
+class LocalGradient:
     """The gradient of a parameter that no other rank has; autograd adds to the same tensor."""
 
     is_new: ClassVar[bool] = False
     parameter: nn.Parameter
 
-    def like(self, weight: Tensor) -> Tensor:
+    def target_for(self, weight: Tensor) -> Tensor:
         """The sum of all micro batches."""
         if self.parameter.grad is None:
             raise RuntimeError("products add to a gradient that exists as long as the parameter is trained")
         return self.parameter.grad.view(weight.shape)
 
-    def added(self, _: Tensor) -> None:
+    def mark_added(self, _: Tensor) -> None:
         """Return no gradient: the sum has it."""
 
 
-def gradient_sum(parameter: nn.Parameter) -> GradientSum | None:
+def find_gradient_sum(parameter: nn.Parameter) -> GradientSum | None:
     """Return the sum of a parameter's gradients; None for a frozen parameter and for one of fully_shard."""
-    of_replicas: GradientSum | None = getattr(parameter, "gradient_sum", None)
-    if of_replicas is not None:
-        return of_replicas
+    replica_sum: GradientSum | None = getattr(parameter, "gradient_sum", None)
+    if replica_sum is not None:
+        return replica_sum
     return None if getattr(parameter, "main_grad", None) is None else MainGradient(parameter)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` scaled to a root mean square of one, times `weight`; computed in float32 and rounded once."""
-    fused = kernels("norm", x)
-    if fused and fused.takes(x):
+    fused = find_kernels("norm", x)
+    if fused and fused.can_fit_row(x):
         output: Tensor = fused.rms_norm(x, weight, eps)
         return output
     return plain_rms_norm(x, weight, eps)
@@ -21,9 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in the operations of torch."""
     # The square of a bfloat16 number loses half its bits: sum in float32, as Transformers does.
-    wide = widened(x)
+    wide = at_least_float32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * widened(weight)).to(x.dtype)
+    return (wide * scale * at_least_float32(weight)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

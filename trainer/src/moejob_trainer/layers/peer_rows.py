@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32
 
 
 def write_rows(x: Tensor, places: Tensor, shares: Sequence[Tensor], addresses: Tensor) -> None:
@@ -19,7 +19,7 @@ def write_rows(x: Tensor, places: Tensor, shares: Sequence[Tensor], addresses: T
 
     shares [rows, h], by rank; addresses [ranks], where they begin.
     """
-    fused = kernels("peer_rows", x)
+    fused = find_kernels("peer_rows", x)
     if fused:
         fused.write_rows(x, places, addresses, shares[0].shape[0])
         return
@@ -31,7 +31,7 @@ def sum_rows(places: Tensor, shares: Sequence[Tensor], addresses: Tensor) -> Ten
 
     Rows are added in the order of the places, as `combined` adds those of one rank: the sums agree bit for bit.
     """
-    fused = kernels("peer_rows", shares[0])
+    fused = find_kernels("peer_rows", shares[0])
     if fused:
         sums: Tensor = fused.sum_rows(places, addresses, shares[0])
         return sums
@@ -50,11 +50,11 @@ def plain_sum_rows(places: Tensor, shares: Sequence[Tensor]) -> Tensor:
     """`sum_rows` in the operations of torch."""
     rows, width = shares[0].shape
     # One place of every token after the other: the order of additions decides the last bit.
-    sums = torch.zeros(len(places), width, dtype=widened(shares[0][:0]).dtype, device=places.device)
+    sums = torch.zeros(len(places), width, dtype=at_least_float32(shares[0][:0]).dtype, device=places.device)
     for column in places.unbind(1):
-        found = torch.zeros_like(sums)
+        rank_rows = torch.zeros_like(sums)
         for rank, share in enumerate(shares):
             tokens = (column // rows == rank).nonzero().squeeze(1)
-            found[tokens] = widened(share[column[tokens] % rows])
-        sums += found
+            rank_rows[tokens] = at_least_float32(share[column[tokens] % rows])
+        sums += rank_rows
     return sums.to(shares[0].dtype)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,33 +33,33 @@ class Permutation:
     order: Tensor
     """int64 [rows]: the choice (token * k + its place among the k) that each row belongs to."""
     inverse: Tensor
-    """int64 [t, k]: the row of each choice; `rows` for a choice of none."""
+    """int64 [t, k]: the row of each choice; `row_count` for a choice of none."""
     bounds: Tensor
     """int32 [expert_count + 1]: where the rows of each expert begin, and where those of the last one end."""
 
     @staticmethod
-    def of(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
+    def from_choices(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
         """Sort by expert; tokens of one expert keep their order.
 
         experts int [t, k]. `rows` is the number of choices of an expert: all of them unless given, since counting
         them here would wait for the device.
         """
-        fused = kernels("permutation", experts)
-        ordered = fused.ordered if fused and fused.orders(experts, expert_count) else plain_ordered
-        order, inverse, bounds = ordered(experts, expert_count)
+        fused = find_kernels("permutation", experts)
+        order_choices = fused.order_choices if fused and fused.can_order(experts, expert_count) else plain_order_choices
+        order, inverse, bounds = order_choices(experts, expert_count)
         return Permutation(order if rows is None else order[:rows], inverse, bounds)
 
     @property
-    def rows(self) -> int:
+    def row_count(self) -> int:
         return self.order.shape[0]
 
     @property
-    def tokens(self) -> Tensor:
+    def row_tokens(self) -> Tensor:
         """int64 [rows]: the token of each row."""
         return self.order // max(self.inverse.shape[1], 1)
 
 
-def plain_ordered(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, Tensor]:
+def plain_order_choices(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order, inverse and bounds of a permutation, in the operations of torch; choices of none come last in the order.
 
     experts int [t, k] -> int64 [t * k], int64 [t, k], int32 [expert_count + 1]
@@ -73,52 +73,54 @@ def plain_ordered(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, T
     return order, places.clamp(max=bounds[-1]).view(experts.shape), bounds
 
 
-def permuted(x: Tensor, permutation: Permutation) -> Tensor:
+def permute_tokens(x: Tensor, permutation: Permutation) -> Tensor:
     """The tokens x [t, h], once for each of their choices, sorted by expert. [rows, h]"""
-    rows: Tensor = _Permuted.apply(x, permutation)
+    rows: Tensor = _PermuteTokens.apply(x, permutation)
     return rows
 
 
 def permute_into(rows: Tensor, x: Tensor, permutation: Permutation) -> None:
-    """Write `permuted` into rows [rows, h], without a gradient."""
-    torch.index_select(x, 0, permutation.tokens, out=rows)
+    """Write `permute_tokens` into rows [rows, h], without a gradient."""
+    torch.index_select(x, 0, permutation.row_tokens, out=rows)
 
 
 def sum_rows_into(sums: Tensor, y: Tensor, permutation: Permutation) -> None:
-    """Write `combined` into sums [t, h], without a gradient."""
-    fused = kernels("permutation", y)
+    """Write `combine_rows` into sums [t, h], without a gradient."""
+    fused = find_kernels("permutation", y)
     if fused:
-        fused.row_sums(y, permutation.inverse, sums)
+        fused.sum_rows(y, permutation.inverse, sums)
         return
-    sums.copy_(plain_row_sums(y, permutation.inverse))
+    sums.copy_(plain_sum_token_rows(y, permutation.inverse))
 
 
-def permuted_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
+def permute_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
     """The probabilities [t, k] of the choices, sorted by expert. [rows]"""
-    rows: Tensor = _Picked.apply(probabilities, permutation)
+    rows: Tensor = _PickProbabilities.apply(probabilities, permutation)
     return rows
 
 
-def combined(y: Tensor, permutation: Permutation, probabilities: Tensor | None = None) -> Tensor:
+def combine_rows(y: Tensor, permutation: Permutation, probabilities: Tensor | None = None) -> Tensor:
     """For each token the sum of its rows of y [rows, h], each times its probability [t, k] when given. [t, h]"""
     if probabilities is not None:
-        y = (widened(y) * widened(permuted_probabilities(probabilities, permutation))[:, None]).to(y.dtype)
-    sums: Tensor = _Combined.apply(y, permutation)
+        y = (at_least_float32(y) * at_least_float32(permute_probabilities(probabilities, permutation))[:, None]).to(
+            y.dtype
+        )
+    sums: Tensor = _CombineRows.apply(y, permutation)
     return sums
 
 
-class _Permuted(torch.autograd.Function):
+class _PermuteTokens(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, permutation: Permutation) -> Tensor:
         context.permutation = permutation
-        return x.index_select(0, permutation.tokens)
+        return x.index_select(0, permutation.row_tokens)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _row_sums(gradient, context.permutation.inverse), None
+        return _sum_token_rows(gradient, context.permutation.inverse), None
 
 
-class _Picked(torch.autograd.Function):
+class _PickProbabilities(torch.autograd.Function):
     """Rows are picked once each, so gradients are picked too; torch's own backward would add them with atomics."""
 
     @staticmethod
@@ -135,29 +137,29 @@ class _Picked(torch.autograd.Function):
         return gradient.index_select(0, inverse).view_as(context.inverse), None
 
 
-class _Combined(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, y: Tensor, permutation: Permutation) -> Tensor:
         context.permutation = permutation
-        return _row_sums(y, permutation.inverse)
+        return _sum_token_rows(y, permutation.inverse)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, context.permutation.tokens), None
+        return gradient.index_select(0, context.permutation.row_tokens), None
 
 
-def _row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
+def _sum_token_rows(rows: Tensor, inverse: Tensor) -> Tensor:
     """For each token the sum of its rows, in float32 and rounded once. rows [r, h], inverse [t, k] -> [t, h]"""
-    fused = kernels("permutation", rows)
+    fused = find_kernels("permutation", rows)
     if fused:
-        sums: Tensor = fused.row_sums(rows, inverse)
+        sums: Tensor = fused.sum_rows(rows, inverse)
         return sums
-    return plain_row_sums(rows, inverse)
+    return plain_sum_token_rows(rows, inverse)
 
 
-def plain_row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
-    """`_row_sums` in the operations of torch; k copies of all tokens never exist."""
+def plain_sum_token_rows(rows: Tensor, inverse: Tensor) -> Tensor:
+    """`_sum_token_rows` in the operations of torch; k copies of all tokens never exist."""
     # A choice of none points behind the last row.
-    complete = rows.shape[0] == inverse.numel()
-    reachable = rows if complete else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return functional.embedding_bag(inverse, widened(reachable), mode="sum").to(rows.dtype)
+    is_complete = rows.shape[0] == inverse.numel()
+    reachable = rows if is_complete else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return functional.embedding_bag(inverse, at_least_float32(reachable), mode="sum").to(rows.dtype)

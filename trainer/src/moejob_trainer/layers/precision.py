@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def widened(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or as it is where that would lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -21,15 +21,15 @@ def needs_widening(device_type: str, dtype: torch.dtype, *, has_bfloat16_product
     return device_type == "cpu" and dtype is torch.bfloat16 and not has_bfloat16_products
 
 
-def multiplies_widened(x: Tensor) -> bool:
+def needs_float32_products(x: Tensor) -> bool:
     """Return whether products of `x` are made of widened numbers on this machine."""
     return needs_widening(x.device.type, x.dtype, has_bfloat16_products=_HAS_BFLOAT16_PRODUCTS)
 
 
 def matrix_product(x: Tensor, y: Tensor) -> Tensor:
     """x @ y in the type of x, summed in float32."""
-    if multiplies_widened(x):
-        return (widened(x) @ widened(y)).to(x.dtype)
+    if needs_float32_products(x):
+        return (at_least_float32(x) @ at_least_float32(y)).to(x.dtype)
     return x @ y
 
 

@@ -10,8 +10,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -60,42 +60,42 @@ class Rotary:
     scaling: Scaling | None = None
     interleaved: bool = False
 
-    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+    def pair_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """Radians by which each pair turns from one position to the next. float32 [dim/2]"""
-        return _frequencies(self, torch.device(device))
+        return _compute_frequencies(self, torch.device(device))
 
     @property
     def attention_factor(self) -> float:
         """The factor on cosines and sines."""
         return _yarn_attention_factor(self.scaling) if isinstance(self.scaling, YarnScaling) else 1.0
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cosines_and_sines(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at `positions` [t]. float32 [t, dim/2] each"""
-        radians = positions[:, None].float() * self.frequencies(positions.device)
+        radians = positions[:, None].float() * self.pair_frequencies(positions.device)
         return radians.cos() * self.attention_factor, radians.sin() * self.attention_factor
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`rotated` with this model's pairs."""
-        return rotated(x, cos, sin, interleaved=self.interleaved)
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rotate_heads` with this model's pairs."""
+        return rotate_heads(x, cos, sin, interleaved=self.interleaved)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """The heads `x` [t, n, d] turned by the angles whose cosines and sines [t, dim/2] are given.
 
     Elements beyond `dim` stay. Interleaved pairs come out as halves: queries and keys agree on it, and nothing else
     sees the order.
     """
-    fused = kernels("rotary", x)
+    fused = find_kernels("rotary", x)
     if fused:
-        turned: Tensor = fused.rotated(x, cos, sin, interleaved)
-        return turned
-    return plain_rotated(x, cos, sin, interleaved=interleaved)
+        rotated_heads: Tensor = fused.rotate_heads(x, cos, sin, interleaved)
+        return rotated_heads
+    return plain_rotate_heads(x, cos, sin, interleaved=interleaved)
 
 
-def plain_rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """`rotated` in the operations of torch."""
+def plain_rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """`rotate_heads` in the operations of torch."""
     dim = 2 * cos.shape[-1]
-    turning, staying = widened(x[..., :dim]), x[..., dim:]
+    turning, staying = at_least_float32(x[..., :dim]), x[..., dim:]
     first, second = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -104,34 +104,34 @@ def plain_rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fa
 
 # On the host, once: the last digit of a power differs between devices, and a far position multiplies it.
 @lru_cache(maxsize=64)
-def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
+def _compute_frequencies(rotary: Rotary, device: torch.device) -> Tensor:
     powers = rotary.theta ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
-    return _scaled(powers, rotary).to(device)
+    return _scale_frequencies(powers, rotary).to(device)
 
 
 # In the order of Transformers' operations, for the same reason.
-def _scaled(powers: Tensor, rotary: Rotary) -> Tensor:
+def _scale_frequencies(powers: Tensor, rotary: Rotary) -> Tensor:
     match rotary.scaling:
         case None:
             return 1.0 / powers
         case LinearScaling(factor):
             return 1.0 / powers / factor
         case Llama3Scaling() as scaling:
-            return _llama3_scaled(1.0 / powers, scaling)
+            return _scale_llama3(1.0 / powers, scaling)
         case YarnScaling() as scaling:
-            return _yarn_scaled(powers, scaling, rotary)
+            return _scale_yarn(powers, scaling, rotary)
         case _:
             assert_never(rotary.scaling)
 
 
-def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_context / (2 * math.pi / frequencies)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept_share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn_scaled(powers: Tensor, scaling: YarnScaling, rotary: Rotary) -> Tensor:
+def _scale_yarn(powers: Tensor, scaling: YarnScaling, rotary: Rotary) -> Tensor:
     low, high = (
         rotary.dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
         for turns in (scaling.beta_fast, scaling.beta_slow)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.kernels import find_kernels
 
 # Added to sums of sigmoids, as in Transformers: all of them may be zero.
 SMALLEST_SUM = 1e-20
@@ -69,16 +69,16 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         context.save_for_backward(x, weight)
-        fused = _fused(x, weight, dtype)
+        fused = _product_kernels(x, weight, dtype)
         product: Tensor = fused.wide_product(x, weight) if fused else plain_wide_product(x, weight, dtype)
         return product
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
-        fused = _fused(x, weight, gradient.dtype)
+        fused = _product_kernels(x, weight, gradient.dtype)
         if fused:
-            gradient = fused.parts(gradient)
+            gradient = fused.split_gradient(gradient)
         of_input = fused.input_gradient if fused else plain_input_gradient
         of_weight = fused.weight_gradient if fused else plain_weight_gradient
         x_gradient = of_input(gradient, weight) if context.needs_input_grad[0] else None
@@ -101,47 +101,49 @@ def plain_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return (gradient.t() @ x.to(gradient.dtype)).to(x.dtype)
 
 
-def _fused(x: Tensor, weight: Tensor, dtype: torch.dtype) -> ModuleType | None:
+def _product_kernels(x: Tensor, weight: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The kernels for this product: of factors that are kept in bfloat16, in float32."""
     is_narrow = x.dtype is weight.dtype is torch.bfloat16
-    return kernels("routing", x) if is_narrow and dtype is torch.float32 else None
+    return find_kernels("routing", x) if is_narrow and dtype is torch.float32 else None
 
 
-def routed(
+def route_tokens(
     logits: Tensor, routing: Routing, *, selection_bias: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The experts int64 [t, k] that each token goes to, and their weights [t, k] in the routing's precision.
 
     `selection_bias` [E] moves what is chosen and no weight. `chosen` [t, k] replays a choice made before.
     """
-    if selection_bias is None and (fused := _fused_routing(logits, routing)):
+    if selection_bias is None and (fused := _routing_kernels(logits, routing)):
         renormalized = routing.renormalized or routing.scoring is Scoring.SELECTED_SOFTMAX
-        found: tuple[Tensor, Tensor] = fused.routed(logits, routing.per_token, routing.scale, renormalized, chosen)
-        return found
-    return plain_routed(logits, routing, selection_bias=selection_bias, chosen=chosen)
+        experts_and_weights: tuple[Tensor, Tensor] = fused.route_tokens(
+            logits, routing.per_token, routing.scale, renormalized, chosen
+        )
+        return experts_and_weights
+    return plain_route_tokens(logits, routing, selection_bias=selection_bias, chosen=chosen)
 
 
-def plain_routed(
+def plain_route_tokens(
     logits: Tensor, routing: Routing, *, selection_bias: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`routed` in the operations of torch."""
+    """`route_tokens` in the operations of torch."""
     logits = logits.to(routing.dtype)
     if routing.scoring is Scoring.SELECTED_SOFTMAX:
-        chosen = _chosen(logits, routing, selection_bias) if chosen is None else chosen
+        chosen = _choose_experts(logits, routing, selection_bias) if chosen is None else chosen
         return chosen, logits.gather(1, chosen).softmax(-1) * routing.scale
     scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
-    chosen = _chosen(scores, routing, selection_bias) if chosen is None else chosen
+    chosen = _choose_experts(scores, routing, selection_bias) if chosen is None else chosen
     weights = scores.gather(1, chosen)
     if routing.renormalized:
         weights = weights / _positive_sum(weights, routing)
     return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
 
-def _fused_routing(logits: Tensor, routing: Routing) -> ModuleType | None:
+def _routing_kernels(logits: Tensor, routing: Routing) -> ModuleType | None:
     """The kernels for softmax over all experts or the chosen ones, in float32."""
     is_softmax = routing.scoring is not Scoring.SIGMOID and routing.kept_groups == routing.groups
     is_wide = logits.dtype is routing.dtype is torch.float32
-    return kernels("routing", logits) if is_softmax and is_wide else None
+    return find_kernels("routing", logits) if is_softmax and is_wide else None
 
 
 def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
@@ -160,7 +162,7 @@ def document_counts(
 
     `segments` [t] says which one a token belongs to; without, all belong to the first. float32 [documents, E]
     """
-    fused = kernels("routing", experts)
+    fused = find_kernels("routing", experts)
     count = fused.document_counts if fused else plain_document_counts
     counts: Tensor = count(experts, segments, documents, expert_count, counted)
     return counts
@@ -205,23 +207,23 @@ def z_loss(logits: Tensor, tokens: Tensor | float, counted: Tensor | None = None
     return (squares if counted is None else squares * counted).sum() / tokens
 
 
-def capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
+def expert_capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
     """Return the capacity of each expert for that number of tokens. int []"""
     return torch.ceil(tokens.double() * routing.per_token * factor / routing.experts).long()
 
 
-def within_capacity(
-    experts: Tensor, probabilities: Tensor, most: Tensor | int, expert_count: int
+def drop_beyond_capacity(
+    experts: Tensor, probabilities: Tensor, max_tokens: Tensor | int, expert_count: int
 ) -> tuple[Tensor, Tensor]:
     """Keep the `most` choices of each expert with the highest probabilities.
 
     A choice that is dropped becomes one of none: the expert `expert_count`, with probability 0.
     """
-    wanted = probabilities.detach().flatten().argsort(descending=True, stable=True)
-    by_expert, order = experts.flatten()[wanted].sort(stable=True)
+    by_probability = probabilities.detach().flatten().argsort(descending=True, stable=True)
+    by_expert, order = experts.flatten()[by_probability].sort(stable=True)
     first = torch.searchsorted(by_expert, by_expert)
     is_kept = torch.empty_like(by_expert, dtype=torch.bool)
-    is_kept[wanted[order]] = torch.arange(by_expert.numel(), device=experts.device) - first < most
+    is_kept[by_probability[order]] = torch.arange(by_expert.numel(), device=experts.device) - first < max_tokens
     is_kept = is_kept.view(experts.shape)
     return experts.masked_fill(~is_kept, expert_count), probabilities.masked_fill(~is_kept, 0)
 
@@ -233,7 +235,7 @@ def updated_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = None) -> Tensor:
     """Return the sum over `counted` tokens of the entropies, in nats, of their scores over all experts. []"""
-    fused = kernels("routing", logits) if logits.dtype is routing.dtype is torch.float32 else None
+    fused = find_kernels("routing", logits) if logits.dtype is routing.dtype is torch.float32 else None
     if fused:
         smallest = SMALLEST_SUM if routing.scoring is Scoring.SIGMOID else None
         sums: Tensor = fused.entropy_sums(logits.detach(), counted, smallest=smallest)
@@ -259,7 +261,7 @@ class ExpertLoad:
     """Of the shares, over its largest value: one when balanced, zero when one expert gets all."""
 
 
-def load(counts: Tensor) -> ExpertLoad:
+def expert_load(counts: Tensor) -> ExpertLoad:
     """The load behind the counts [..., E]."""
     experts = counts.shape[-1]
     shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
@@ -270,22 +272,22 @@ def load(counts: Tensor) -> ExpertLoad:
     )
 
 
-def _chosen(scores: Tensor, routing: Routing, selection_bias: Tensor | None) -> Tensor:
+def _choose_experts(scores: Tensor, routing: Routing, selection_bias: Tensor | None) -> Tensor:
     # A choice has no gradient.
     scores = scores.detach()
     if selection_bias is not None:
         scores = scores + selection_bias.to(scores.dtype)
     if routing.kept_groups < routing.groups:
-        scores = _only_kept_groups(scores, routing)
+        scores = _mask_other_groups(scores, routing)
     return scores.topk(routing.per_token, dim=-1).indices
 
 
-def _only_kept_groups(scores: Tensor, routing: Routing) -> Tensor:
+def _mask_other_groups(scores: Tensor, routing: Routing) -> Tensor:
     grouped = scores.unflatten(1, (routing.groups, -1))
     # DeepSeek-V3 looks at the best two of a group, DeepSeek-V2 at the best.
-    best = 2 if routing.scoring is Scoring.SIGMOID else 1
-    kept = grouped.topk(best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
-    is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, value=True)
+    best_count = 2 if routing.scoring is Scoring.SIGMOID else 1
+    kept_groups = grouped.topk(best_count, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept_groups, value=True)
     kept_scores: Tensor = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
     return kept_scores
 

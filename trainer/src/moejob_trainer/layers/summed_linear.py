@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from moejob_trainer.layers.float8 import Float8Weight, product, rounded_rows
+from moejob_trainer.layers.float8 import Float8Weight, multiply_quantized, quantize_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
-from moejob_trainer.layers.precision import matrix_product, multiplies_widened, widened
+from moejob_trainer.layers.precision import at_least_float32, matrix_product, needs_float32_products
 
 
-def linear(
+def summed_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -26,27 +26,27 @@ def linear(
     total: the sum that the weight's gradient is added to; autograd would round it, and read it once more.
     float8: the weight's roundings, where products are of FP8 numbers.
     """
-    if total is not None and not adds(total, weight):
+    if total is not None and not can_add_to(total, weight):
         total = None
-    if total is None and float8 is None and not multiplies_widened(x):
+    if total is None and float8 is None and not needs_float32_products(x):
         return functional.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, total, float8)
+    y: Tensor = _SummedLinear.apply(x, weight, bias, total, float8)
     return y
 
 
-def adds(total: GradientSum, weight: Tensor) -> bool:
+def can_add_to(total: GradientSum, weight: Tensor) -> bool:
     """Return whether a product of the weight's type can add to this sum."""
-    return not total.is_new and weight.requires_grad and total.like(weight).dtype is weight.dtype
+    return not total.is_new and weight.requires_grad and total.target_for(weight).dtype is weight.dtype
 
 
 def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8Weight | None) -> Tensor:
     """x [t, k] times weight [n, k], plus bias [n], without a gradient. [t, n]"""
-    if float8 is None and multiplies_widened(x):
-        wide_bias = None if bias is None else widened(bias)
-        return functional.linear(widened(x), widened(weight), wide_bias).to(x.dtype)
+    if float8 is None and needs_float32_products(x):
+        wide_bias = None if bias is None else at_least_float32(bias)
+        return functional.linear(at_least_float32(x), at_least_float32(weight), wide_bias).to(x.dtype)
     if float8 is None:
         return functional.linear(x, weight, bias)
-    y = product(rounded_rows(x), float8.by_inputs(weight), x.dtype)
+    y = multiply_quantized(quantize_rows(x), float8.quantize_by_inputs(weight), x.dtype)
     return y if bias is None else y + bias
 
 
@@ -54,23 +54,23 @@ def input_gradient(gradient: Tensor, weight: Tensor, float8: Float8Weight | None
     """gradient [t, n] by weight [n, k]. [t, k]"""
     if float8 is None:
         return matrix_product(gradient, weight)
-    return product(rounded_rows(gradient), float8.by_outputs(weight), gradient.dtype)
+    return multiply_quantized(quantize_rows(gradient), float8.quantize_by_outputs(weight), gradient.dtype)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
     """gradient [t, n] by x [t, k] -> [n, k]; with a sum, add to it and return a placeholder or None."""
     if total is None:
         return matrix_product(gradient.t(), x)
-    into = total.like(weight)
-    if multiplies_widened(x):
+    target = total.target_for(weight)
+    if needs_float32_products(x):
         # addmm_ in bfloat16 on such a CPU would multiply one number at a time.
-        into.copy_(widened(into).addmm_(widened(gradient).t(), widened(x)))
+        target.copy_(at_least_float32(target).addmm_(at_least_float32(gradient).t(), at_least_float32(x)))
     else:
-        into.addmm_(gradient.t(), x)
-    return total.added(weight)
+        target.addmm_(gradient.t(), x)
+    return total.mark_added(weight)
 
 
-class _Linear(Function):
+class _SummedLinear(Function):
     @staticmethod
     def forward(
         context: Any,
@@ -87,11 +87,11 @@ class _Linear(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = context.saved_tensors
-        of_x, of_weight, of_bias, *_ = context.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = context.needs_input_grad
         return (
-            input_gradient(gradient, weight, context.float8) if of_x else None,
-            weight_gradient(gradient, x, weight, context.total) if of_weight else None,
-            gradient.sum(0) if of_bias else None,
+            input_gradient(gradient, weight, context.float8) if needs_x else None,
+            weight_gradient(gradient, x, weight, context.total) if needs_weight else None,
+            gradient.sum(0) if needs_bias else None,
             None,
             None,
         )

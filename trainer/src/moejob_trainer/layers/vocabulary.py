@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import multiplies_widened, widened
+from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.precision import at_least_float32, needs_float32_products
 
 # Whole tiles of a matrix product.
 WORDS_MULTIPLE = 128
@@ -47,9 +47,9 @@ def token_log_probabilities(
     a gradient too; slopes are never kept then.
     """
     is_learned = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    here = _Words(
-        existing=min(max(vocabulary - _rank(group) * weight.shape[0], 0), weight.shape[0]),
-        first=_rank(group) * weight.shape[0],
+    vocabulary_part = _VocabularyPart(
+        existing=min(max(vocabulary - _group_rank(group) * weight.shape[0], 0), weight.shape[0]),
+        first=_group_rank(group) * weight.shape[0],
         vocabulary=vocabulary,
         chunk_tokens=chunk_tokens,
         keeps_slopes=keeps_slopes and is_learned and not learns_entropy,
@@ -58,7 +58,7 @@ def token_log_probabilities(
         group=group,
         sums_hidden_gradient=sums_hidden_gradient,
     )
-    log_probabilities, entropy = _TokenLogProbabilities.apply(hidden, weight, labels, here)
+    log_probabilities, entropy = _TokenLogProbabilities.apply(hidden, weight, labels, vocabulary_part)
     return log_probabilities, entropy
 
 
@@ -74,15 +74,15 @@ def likeliest_tokens(
 
     hidden [t, h], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
     """
-    first = _rank(group) * weight.shape[0]
+    first = _group_rank(group) * weight.shape[0]
     existing = min(max(vocabulary - first, 0), weight.shape[0])
-    highest = widened(hidden.new_full((len(hidden),), -math.inf))
+    highest = at_least_float32(hidden.new_full((len(hidden),), -math.inf))
     tokens = torch.full((len(hidden),), vocabulary, dtype=torch.int64, device=hidden.device)
     if existing:
         for start in range(0, len(hidden), chunk_tokens):
-            some = slice(start, start + chunk_tokens)
-            logits = _wide_product(hidden[some], weight[:existing].t())
-            highest[some], tokens[some] = logits.max(-1)
+            chunk = slice(start, start + chunk_tokens)
+            logits = _wide_product(hidden[chunk], weight[:existing].t())
+            highest[chunk], tokens[chunk] = logits.max(-1)
         tokens += first
     if group is None or group.size() == 1:
         return tokens
@@ -94,7 +94,7 @@ def likeliest_tokens(
 
 
 @dataclass(frozen=True)
-class _Words:
+class _VocabularyPart:
     """The part of the vocabulary that this rank holds, and how to go through it."""
 
     existing: int
@@ -107,35 +107,40 @@ class _Words:
     group: dist.ProcessGroup | None
     sums_hidden_gradient: bool
 
-    def held(self, weight: Tensor) -> Tensor:
+    def tiled_rows(self, weight: Tensor) -> Tensor:
         """The words that exist, and those behind them in the same tile: a product of whole tiles is faster."""
-        return weight[: _in_tiles(self.existing)]
+        return weight[: _round_to_tiles(self.existing)]
 
-    def room_for_slopes(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
+    def allocate_slopes(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Return memory for a slope of each token and word, where they are kept. [t, words]"""
-        return hidden.new_empty(len(hidden), len(self.held(weight))) if self.keeps_slopes else None
+        return hidden.new_empty(len(hidden), len(self.tiled_rows(weight))) if self.keeps_slopes else None
 
     def chunk_words(self, tokens: int) -> int:
         """Return the words of a chunk: of all tokens they have the logits of all words of `chunk_tokens` tokens."""
-        return max(WORDS_MULTIPLE, _in_tiles(math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))))
+        return max(WORDS_MULTIPLE, _round_to_tiles(math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))))
 
 
-def _in_tiles(words: int) -> int:
+def _round_to_tiles(words: int) -> int:
     return math.ceil(words / WORDS_MULTIPLE) * WORDS_MULTIPLE
 
 
 class _TokenLogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> tuple[Tensor, Tensor]:
-        slopes = words.room_for_slopes(hidden, weight)
+    def forward(
+        context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, words: _VocabularyPart
+    ) -> tuple[Tensor, Tensor]:
+        slopes = words.allocate_slopes(hidden, weight)
         chunks = zip(
             hidden.split(words.chunk_tokens),
             (labels - words.first).split(words.chunk_tokens),
             repeat(None) if slopes is None else slopes.split(words.chunk_tokens),
             strict=False,
         )
-        read = [_read(some, words.held(weight), places, words, room) for some, places, room in chunks]
-        normaliser, entropy, label_logit = torch.cat(read, dim=1)
+        chunk_terms = [
+            _read_chunk(chunk, words.tiled_rows(weight), places, words, slope_memory)
+            for chunk, places, slope_memory in chunks
+        ]
+        normaliser, entropy, label_logit = torch.cat(chunk_terms, dim=1)
         context.words = words
         context.save_for_backward(hidden, weight, labels, normaliser, entropy if words.learns_entropy else None, slopes)
         if not words.learns_entropy:
@@ -146,106 +151,115 @@ class _TokenLogProbabilities(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, labels, normaliser, entropy, slopes = context.saved_tensors
-        words: _Words = context.words
-        wanted = _Wanted(*context.needs_input_grad[:2])
+        words: _VocabularyPart = context.words
+        needed = _NeededGradients(*context.needs_input_grad[:2])
         gradient = gradient.masked_fill(labels < 0, 0) / words.temperature
         if slopes is None:
-            uncertainty = None if entropy is None else Uncertainty(entropy, of_entropy / words.temperature)
-            read = _ReadTokens(labels, normaliser, uncertainty)
-            found = _computed_again(hidden, weight, read, gradient, words, wanted)
+            uncertainty = None if entropy is None else EntropyTerms(entropy, of_entropy / words.temperature)
+            forward_terms = _ForwardTerms(labels, normaliser, uncertainty)
+            gradients = _recompute_gradients(hidden, weight, forward_terms, gradient, words, needed)
         else:
-            found = _of_slopes(slopes, hidden, weight, gradient, words, wanted)
-        return _summed_hidden_gradient(found[0], hidden.dtype, words), found[1], None, None
+            gradients = _gradients_from_slopes(slopes, hidden, weight, gradient, words, needed)
+        return _sum_hidden_gradient(gradients[0], hidden.dtype, words), gradients[1], None, None
 
 
-class Uncertainty(NamedTuple):
+class EntropyTerms(NamedTuple):
     """The entropy of each token, and the gradient that comes back for it. [t] both"""
 
     entropy: Tensor
     gradient: Tensor
 
 
-class Tokens(NamedTuple):
+class TokenTerms(NamedTuple):
     """Each token's label as a place among some words, its normaliser, and the gradient of its log-probability. [t]"""
 
     places: Tensor
     normaliser: Tensor
     gradient: Tensor
-    uncertainty: Uncertainty | None = None
+    uncertainty: EntropyTerms | None = None
 
 
-class _ReadTokens(NamedTuple):
+class _ForwardTerms(NamedTuple):
     """The forward pass of each token."""
 
     labels: Tensor
     normaliser: Tensor
-    uncertainty: Uncertainty | None
+    uncertainty: EntropyTerms | None
 
 
-class _Wanted(NamedTuple):
+class _NeededGradients(NamedTuple):
     """The gradients that are asked for."""
 
     hidden: bool
     weight: bool
 
 
-def _of_slopes(
-    slopes: Tensor, hidden: Tensor, weight: Tensor, gradient: Tensor, words: _Words, wanted: _Wanted
+def _gradients_from_slopes(
+    slopes: Tensor, hidden: Tensor, weight: Tensor, gradient: Tensor, words: _VocabularyPart, needed: _NeededGradients
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden states and weights from what was kept: each token's slopes times its `gradient`."""
     hidden_gradient = weight_gradient = None
-    held = words.held(weight)
-    if wanted.hidden:
-        hidden_gradient = _wide_product(slopes, held) * gradient[:, None]
-    if wanted.weight:
+    word_rows = words.tiled_rows(weight)
+    if needed.hidden:
+        hidden_gradient = _wide_product(slopes, word_rows) * gradient[:, None]
+    if needed.weight:
         weight_gradient = torch.zeros_like(weight)
-        rows = (hidden * gradient[:, None]).to(hidden.dtype)
-        _write_product(slopes.t(), rows, weight_gradient[: len(held)])
+        scaled_hidden = (hidden * gradient[:, None]).to(hidden.dtype)
+        _write_product(slopes.t(), scaled_hidden, weight_gradient[: len(word_rows)])
     return hidden_gradient, weight_gradient
 
 
-def _computed_again(
-    hidden: Tensor, weight: Tensor, read: _ReadTokens, gradient: Tensor, words: _Words, wanted: _Wanted
+def _recompute_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    forward_terms: _ForwardTerms,
+    gradient: Tensor,
+    words: _VocabularyPart,
+    needed: _NeededGradients,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden states and weights, with the slopes of some words at a time."""
-    hidden_gradient = torch.zeros_like(widened(hidden)) if wanted.hidden else None
-    weight_gradient = torch.zeros_like(weight) if wanted.weight else None
-    held, step = words.held(weight), words.chunk_words(hidden.shape[0])
+    hidden_gradient = torch.zeros_like(at_least_float32(hidden)) if needed.hidden else None
+    weight_gradient = torch.zeros_like(weight) if needed.weight else None
+    rows, step = words.tiled_rows(weight), words.chunk_words(hidden.shape[0])
     for first in range(0, words.existing, step):
-        some = held[first : first + step]
-        logits = _wide_product(hidden, some.t())
-        tokens = Tokens(read.labels - words.first - first, read.normaliser, gradient, read.uncertainty)
-        existing = min(words.existing - first, len(some))
-        slope = _slope(logits, tokens, existing, words.temperature, hidden.dtype)
+        word_rows = rows[first : first + step]
+        logits = _wide_product(hidden, word_rows.t())
+        tokens = TokenTerms(
+            forward_terms.labels - words.first - first, forward_terms.normaliser, gradient, forward_terms.uncertainty
+        )
+        existing = min(words.existing - first, len(word_rows))
+        slope = _compute_slope(logits, tokens, existing, words.temperature, hidden.dtype)
         del logits
         if hidden_gradient is not None:
-            hidden_gradient += _wide_product(slope, some)
+            hidden_gradient += _wide_product(slope, word_rows)
         if weight_gradient is not None:
-            _write_product(slope.t(), hidden, weight_gradient[first : first + len(some)])
+            _write_product(slope.t(), hidden, weight_gradient[first : first + len(word_rows)])
         # Before the next logits exist.
         del slope
     return hidden_gradient, weight_gradient
 
 
-def _read(hidden: Tensor, weight: Tensor, places: Tensor, words: _Words, room: Tensor | None) -> Tensor:
+def _read_chunk(
+    hidden: Tensor, weight: Tensor, places: Tensor, words: _VocabularyPart, slope_memory: Tensor | None
+) -> Tensor:
     """Normaliser, entropy and the label's logit of each token; its slopes for a gradient of 1 in `room`. [3, t]"""
     if words.existing == 0:
-        nothing = torch.zeros_like(widened(hidden[:, 0]))
-        return torch.stack(_over_group(nothing - math.inf, nothing, nothing, nothing, words.group))
+        nothing = torch.zeros_like(at_least_float32(hidden[:, 0]))
+        return torch.stack(_combine_over_group(nothing - math.inf, nothing, nothing, nothing, words.group))
     logits = _wide_product(hidden, weight.t())
-    maximum, total, weighted, label_logit = _statistics(logits, places, words)
-    normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
-    if room is not None:
-        tokens = Tokens(places, normaliser, torch.ones_like(normaliser))
-        _slope(logits, tokens, words.existing, words.temperature, hidden.dtype, room)
+    maximum, total, weighted, label_logit = _compute_statistics(logits, places, words)
+    normaliser, entropy, label_logit = _combine_over_group(maximum, total, weighted, label_logit, words.group)
+    if slope_memory is not None:
+        tokens = TokenTerms(places, normaliser, torch.ones_like(normaliser))
+        _compute_slope(logits, tokens, words.existing, words.temperature, hidden.dtype, slope_memory)
     return torch.stack([normaliser, entropy, label_logit])
 
 
-def _statistics(logits: Tensor, places: Tensor, words: _Words) -> Tensor:
+def _compute_statistics(logits: Tensor, places: Tensor, words: _VocabularyPart) -> Tensor:
     """`plain_statistics` of each token's logits here. [4, t]"""
-    fused = kernels("vocabulary", logits)
-    if fused and fused.takes(logits):
-        statistics: Tensor = fused.statistics(logits, places, words.existing, words.temperature)
+    fused = find_kernels("vocabulary", logits)
+    if fused and fused.can_take_logits(logits):
+        statistics: Tensor = fused.compute_statistics(logits, places, words.existing, words.temperature)
         return statistics
     return plain_statistics(logits, places, words.existing, words.temperature)
 
@@ -266,7 +280,7 @@ def plain_statistics(logits: Tensor, places: Tensor, existing: int, temperature:
     return torch.stack([maximum, total, weighted, label_logit])
 
 
-def _over_group(
+def _combine_over_group(
     maximum: Tensor, total: Tensor, weighted: Tensor, label_logit: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normaliser (logsumexp), entropy and the label's logit over the words of all ranks."""
@@ -281,24 +295,24 @@ def _over_group(
     return normaliser, normaliser - weighted / total, label_logit
 
 
-def _slope(
+def _compute_slope(
     logits: Tensor,
-    tokens: Tokens,
+    tokens: TokenTerms,
     existing: int,
     temperature: float,
     dtype: torch.dtype,
-    room: Tensor | None = None,
+    slope_memory: Tensor | None = None,
 ) -> Tensor:
     """`plain_slope` in `dtype`, that of the product that follows; in `room` where there is one. [t, words]"""
-    fused = kernels("vocabulary", logits)
-    if fused and fused.takes(logits):
-        slope: Tensor = fused.slope(logits, tokens, existing, temperature, dtype, room)
+    fused = find_kernels("vocabulary", logits)
+    if fused and fused.can_take_logits(logits):
+        slope: Tensor = fused.compute_slope(logits, tokens, existing, temperature, dtype, slope_memory)
         return slope
     slope = plain_slope(logits, tokens, existing, temperature, dtype)
-    return slope if room is None else room.copy_(slope)
+    return slope if slope_memory is None else slope_memory.copy_(slope)
 
 
-def plain_slope(logits: Tensor, tokens: Tokens, existing: int, temperature: float, dtype: torch.dtype) -> Tensor:
+def plain_slope(logits: Tensor, tokens: TokenTerms, existing: int, temperature: float, dtype: torch.dtype) -> Tensor:
     """The gradient by each logit over the temperature, in `dtype`. [t, words]
 
     With p the probability of a word, g the token's gradient, and e that of its entropy H: g at the label's place, less
@@ -323,12 +337,12 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         # The float32 that the product is summed in, not rounded in between.
         return torch.mm(x, y, out_dtype=torch.float32)
-    if multiplies_widened(x):
-        return widened(x) @ widened(y)
-    return widened(x @ y)
+    if needs_float32_products(x):
+        return at_least_float32(x) @ at_least_float32(y)
+    return at_least_float32(x @ y)
 
 
-def _summed_hidden_gradient(gradient: Tensor | None, dtype: torch.dtype, words: _Words) -> Tensor | None:
+def _sum_hidden_gradient(gradient: Tensor | None, dtype: torch.dtype, words: _VocabularyPart) -> Tensor | None:
     if gradient is None:
         return None
     if words.sums_hidden_gradient and words.group is not None and words.group.size() > 1:
@@ -336,12 +350,12 @@ def _summed_hidden_gradient(gradient: Tensor | None, dtype: torch.dtype, words: 
     return gradient.to(dtype)
 
 
-def _write_product(x: Tensor, y: Tensor, into: Tensor) -> None:
-    if multiplies_widened(x):
-        into.copy_(widened(x) @ widened(y))
+def _write_product(x: Tensor, y: Tensor, target: Tensor) -> None:
+    if needs_float32_products(x):
+        target.copy_(at_least_float32(x) @ at_least_float32(y))
     else:
-        torch.mm(x, y, out=into)
+        torch.mm(x, y, out=target)
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def _group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()

@@ -32,7 +32,7 @@ class CopySize:
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
+    def aligned_bytes(self) -> int:
         """Bytes of the copy, rounded up to where the next copy may begin."""
         return -(-self.elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
@@ -44,73 +44,75 @@ class CopyMemory:
         self.sizes, self._device = tuple(sizes), device
         self._blocks: list[Tensor] = []
         self.copies: list[Tensor] = []
-        for together in _blocks(self.sizes):
-            block = torch.empty(sum(size.bytes for size in together), dtype=torch.uint8)
+        for block_sizes in _group_into_blocks(self.sizes):
+            block = torch.empty(sum(size.aligned_bytes for size in block_sizes), dtype=torch.uint8)
             self._blocks.append(block)
-            self.copies += _cut(block, together)
+            self.copies += _cut_block(block, block_sizes)
         self._locked: list[int] = []
         # The driver keeps pages locked after the last mapping is gone. When the process ends, it unlocks them itself.
-        weakref.finalize(self, _unlock, self._locked).atexit = False
-        self._taking: Thread | None = None
+        weakref.finalize(self, _unlock_blocks, self._locked).atexit = False
+        self._allocation: Thread | None = None
 
-    def take(self) -> None:
+    def start_allocation(self) -> None:
         """Start to write every page, in a thread beside the training."""
-        self._taking = Thread(target=self._take, args=(torch.get_num_threads(),), name="copy-memory", daemon=True)
-        self._taking.start()
+        self._allocation = Thread(
+            target=self._allocate_blocks, args=(torch.get_num_threads(),), name="copy-memory", daemon=True
+        )
+        self._allocation.start()
 
     def wait(self) -> None:
         """Wait until every page is written, if the thread was started."""
-        if self._taking is not None:
-            self._taking.join()
-            self._taking = None
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
 
-    def _take(self, threads: int) -> None:
-        begun = time.monotonic()
+    def _allocate_blocks(self, threads: int) -> None:
+        start_time = time.monotonic()
         # A new thread of the host would use all cores; this one uses as many as its rank may.
         torch.set_num_threads(threads)
         for block in self._blocks:
             block.zero_()
         if self._device.type == "cuda":
-            self.lock()
-        taken = {"GB": round(sum(block.numel() for block in self._blocks) / _GIGA, 2), "locked": len(self._locked)}
-        log.debug("took host memory for saves", extra=taken | {"seconds": round(time.monotonic() - begun, 1)})
+            self.lock_blocks()
+        summary = {"GB": round(sum(block.numel() for block in self._blocks) / _GIGA, 2), "locked": len(self._locked)}
+        log.debug("took host memory for saves", extra=summary | {"seconds": round(time.monotonic() - start_time, 1)})
 
-    def lock(self) -> None:
+    def lock_blocks(self) -> None:
         """Page-lock the blocks for the GPU, until the system refuses one."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()
         for block in filter(Tensor.numel, self._blocks):
-            refused = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
-            if refused:
+            error_code = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            if error_code:
                 log.warning(
                     "the system locks no more host memory: training waits longer for saves",
-                    extra={"locked": len(self._locked), "blocks": len(self._blocks), "cudaError": refused},
+                    extra={"locked": len(self._locked), "blocks": len(self._blocks), "cudaError": error_code},
                 )
                 return
             self._locked.append(block.data_ptr())
 
 
-def _blocks(sizes: Sequence[CopySize]) -> Iterator[list[CopySize]]:
+def _group_into_blocks(sizes: Sequence[CopySize]) -> Iterator[list[CopySize]]:
     """Yield the copies of each block: copies in their order, until together they reach the size of a block."""
-    together: list[CopySize] = []
-    taken_bytes = 0
+    block_sizes: list[CopySize] = []
+    block_bytes = 0
     for size in sizes:
-        together.append(size)
-        taken_bytes += size.bytes
-        if taken_bytes >= BLOCK_BYTES:
-            yield together
-            together, taken_bytes = [], 0
-    if together:
-        yield together
+        block_sizes.append(size)
+        block_bytes += size.aligned_bytes
+        if block_bytes >= BLOCK_BYTES:
+            yield block_sizes
+            block_sizes, block_bytes = [], 0
+    if block_sizes:
+        yield block_sizes
 
 
-def _cut(block: Tensor, sizes: Sequence[CopySize]) -> Iterator[Tensor]:
+def _cut_block(block: Tensor, sizes: Sequence[CopySize]) -> Iterator[Tensor]:
     start = 0
     for size in sizes:
         yield block[start : start + size.elements * size.dtype.itemsize].view(size.dtype)
-        start += size.bytes
+        start += size.aligned_bytes
 
 
-def _unlock(pointers: Sequence[int]) -> None:
+def _unlock_blocks(pointers: Sequence[int]) -> None:
     for pointer in pointers:
         torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -17,12 +17,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from moejob_api.derived import overlaps_gradient_reduction, overlaps_parameter_gather
+from moejob_api.derived import has_overlapped_gradient_reduction, has_overlapped_parameter_gather
 from moejob_api.job.base import Dtype
 from moejob_api.job.job import Spec
 from moejob_trainer.megatron.parameter_gather import ParameterGather, exchanged_buckets
-from moejob_trainer.megatron.sharding import finish_sums, reshard
-from moejob_trainer.megatron.shares import own_part, sharded_as
+from moejob_trainer.megatron.sharding import finish_expert_sums, reshard_stage
+from moejob_trainer.megatron.shares import find_sharding, local_part
 from moejob_trainer.model.stage import Stage
 
 
@@ -42,82 +42,82 @@ class DataParallel(Protocol):
     """The stages of this rank among their replicas."""
 
     @property
-    def chunks(self) -> Sequence[nn.Module]:
+    def model_chunks(self) -> Sequence[nn.Module]:
         """The stages as Megatron's schedules call them."""
 
-    def begin(self) -> None:
+    def zero_gradients(self) -> None:
         """Set all gradients to zero."""
 
-    def sum(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum this rank's part of each gradient over all replicas."""
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of a gradient."""
 
-    def shards(self) -> Iterator[ParameterShard]:
+    def parameter_shards(self) -> Iterator[ParameterShard]:
         """Yield the parts that this rank updates."""
 
-    def gather(self) -> None:
+    def gather_weights(self) -> None:
         """Give every replica the updated shares of the others, at the latest when a layer computes with them."""
 
     def finish_gather(self) -> None:
         """Wait for all gathers: the caller reads weights outside of their layers."""
 
-    def rest(self) -> None:
+    def release_weights(self) -> None:
         """Free gathered weights: no pass follows at once."""
 
 
-def replicas(stages: Sequence[Stage], spec: Spec) -> DataParallel:
+def make_data_parallel(stages: Sequence[Stage], spec: Spec) -> DataParallel:
     """Return the implementation that the job asks for. It may move weights, so make it before the optimizer."""
-    if spec.memory.sharding.divides_weights:
+    if spec.memory.sharding.has_weight_shards:
         return ShardedDataParallel(stages)
-    return BufferedDataParallel(_buffered(stages, spec))
+    return BufferedDataParallel(_wrap_in_buffers(stages, spec))
 
 
 class BufferedDataParallel:
     """Contiguous gradients of whole parameters, of which each replica sums a share."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        self.chunks = chunks
+        self.model_chunks = chunks
         self._gathers = [ParameterGather(chunk) for chunk in chunks]
 
-    def begin(self) -> None:
+    def zero_gradients(self) -> None:
         """Empty the buffers."""
-        for chunk in self.chunks:
+        for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
 
-    def sum(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum the buckets that the backward pass has not summed beside itself."""
         self.finish_gather()
-        for chunk in self.chunks:
-            for buckets in _summed(chunk):
+        for chunk in self.model_chunks:
+            for buckets in _summed_buckets(chunk):
                 buckets.finish_grad_sync()
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the whole gradient; after the sum only the share of this rank is right."""
         gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return gradient
 
-    def shards(self) -> Iterator[ParameterShard]:
+    def parameter_shards(self) -> Iterator[ParameterShard]:
         """Yield pieces of parameters: in the buffers parameters lie one behind the other."""
-        for chunk in self.chunks:
+        for chunk in self.model_chunks:
             names = {parameter: name for name, parameter in chunk.module.named_parameters()}
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                for parameter, begin, low, high in _cut(buffer):
+                for parameter, begin, low, high in _local_ranges(buffer):
                     weight, gradient = buffer.param_data[low:high], buffer.grad_data[low:high]
                     yield ParameterShard(names[parameter], parameter, low - begin, weight, gradient)
 
-    def gather(self) -> None:
+    def gather_weights(self) -> None:
         """Start to gather the shares of weights, straight out of the buffers."""
         for gather in self._gathers:
-            gather.begin()
+            gather.start_gather()
 
     def finish_gather(self) -> None:
         """Wait until all layers have their weights."""
         for gather in self._gathers:
-            gather.finish()
+            gather.finish_gather()
 
-    def rest(self) -> None:
+    def release_weights(self) -> None:
         """Do nothing: whole weights stay."""
 
 
@@ -125,57 +125,57 @@ class ShardedDataParallel:
     """Shares alone: of weights, gathered while a layer computes, and of gradients, summed in the backward pass."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self.chunks = stages
-        for parameter in self._trained().values():
+        self.model_chunks = stages
+        for parameter in self._trained_parameters().values():
             # Torch adds to a gradient that exists: gradients stay at one address, as weights and moments do.
             parameter.grad = torch.zeros_like(parameter)
 
-    def begin(self) -> None:
+    def zero_gradients(self) -> None:
         """Zero the sums of the last update."""
-        for parameter in self._trained().values():
-            self.gradient(parameter).zero_()
+        for parameter in self._trained_parameters().values():
+            self.local_gradient(parameter).zero_()
 
-    def sum(self) -> None:
+    def sum_gradients(self) -> None:
         """Wait for the last sums: the backward pass of each micro batch has started its own."""
-        for stage in self.chunks:
-            finish_sums(stage)
+        for stage in self.model_chunks:
+            finish_expert_sums(stage)
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's share of a gradient."""
         if parameter.grad is None:
             raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
-        return own_part(parameter.grad)
+        return local_part(parameter.grad)
 
-    def shards(self) -> Iterator[ParameterShard]:
+    def parameter_shards(self) -> Iterator[ParameterShard]:
         """Yield the parts that this rank updates."""
-        for name, parameter in self._trained().items():
-            sharded, weight = sharded_as(parameter), own_part(parameter)
+        for name, parameter in self._trained_parameters().items():
+            sharded, weight = find_sharding(parameter), local_part(parameter)
             if sharded is not None and weight.numel():
-                yield ParameterShard(name, parameter, sharded.start, weight, self.gradient(parameter))
+                yield ParameterShard(name, parameter, sharded.start, weight, self.local_gradient(parameter))
 
-    def gather(self) -> None:
+    def gather_weights(self) -> None:
         """Do nothing: a layer gathers its shares when it needs them."""
 
     def finish_gather(self) -> None:
         """Do nothing: outside of the passes no gather runs."""
 
-    def rest(self) -> None:
+    def release_weights(self) -> None:
         """Free the buffers for further passes."""
-        for stage in self.chunks:
-            reshard(stage)
+        for stage in self.model_chunks:
+            reshard_stage(stage)
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        named = (pair for stage in self.chunks for pair in stage.named_parameters())
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        named = (pair for stage in self.model_chunks for pair in stage.named_parameters())
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
-def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
+def _wrap_in_buffers(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
     """Wrap the stages in Megatron's buffers; their weights move into these."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=overlaps_gradient_reduction(spec),
-        overlap_param_gather=overlaps_parameter_gather(spec),
+        overlap_grad_reduce=has_overlapped_gradient_reduction(spec),
+        overlap_param_gather=has_overlapped_parameter_gather(spec),
     )
     chunks = [
         DistributedDataParallel(stage.config, config, stage, disable_bucketing=index > 0)
@@ -186,13 +186,13 @@ def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParall
     return chunks
 
 
-def _summed(chunk: DistributedDataParallel) -> list[Any]:
+def _summed_buckets(chunk: DistributedDataParallel) -> list[Any]:
     """Return the bucket groups to sum. For a lone replica gloo would copy them to and fro, a tenth of a step."""
-    is_begun = chunk.ddp_config.overlap_grad_reduce
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if is_begun else exchanged_buckets(chunk)
+    is_overlapped = chunk.ddp_config.overlap_grad_reduce
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if is_overlapped else exchanged_buckets(chunk)
 
 
-def _cut(buffer: Any) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+def _local_ranges(buffer: Any) -> Iterator[tuple[nn.Parameter, int, int, int]]:
     """Yield each parameter that this rank updates a part of: where the parameter begins, the part begins and ends.
 
     Two ranks, a bucket of 12 elements, parameters A [0, 8) and B [8, 12): rank 0 updates A [0, 6), rank 1 A [6, 8) and

@@ -24,7 +24,7 @@ from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class UpdateChunk:
     """A range of one parameter's elements: weights and gradients on a device, state on the host."""
 
     weight: Tensor
@@ -34,16 +34,16 @@ class Chunk:
     second_moment: Tensor
     is_decayed: bool
 
-    def parts(self, most: int) -> Iterator[Chunk]:
+    def split_parts(self, max_elements: int) -> Iterator[UpdateChunk]:
         """Yield the chunk in parts of at most this many elements."""
         return (
-            Chunk(weight, gradient, main, first, second, self.is_decayed)
+            UpdateChunk(weight, gradient, main, first, second, self.is_decayed)
             for weight, gradient, main, first, second in zip(
-                self.weight.split(most),
-                self.gradient.split(most),
-                self.main.split(most),
-                self.first_moment.split(most),
-                self.second_moment.split(most),
+                self.weight.split(max_elements),
+                self.gradient.split(max_elements),
+                self.main.split(max_elements),
+                self.first_moment.split(max_elements),
+                self.second_moment.split(max_elements),
                 strict=True,
             )
         )
@@ -62,65 +62,65 @@ class HostUpdate:
         self._ahead, self._elements = int(overlaps_copies), elements
         self._buffers: tuple[HostBuffers, ...] = ()
 
-    def update(self, pieces: Sequence[Chunk], gradient_scale: float, step: Step) -> None:
+    def update(self, pieces: Sequence[UpdateChunk], gradient_scale: float, step: Step) -> None:
         """Update main weights and moments, and the weights on the device: kernels launched later read the new ones."""
         if not self._buffers and pieces:
             self._elements = min(self._elements, max(piece.main.numel() for piece in pieces))
             self._buffers = tuple(HostBuffers(pieces[0].weight, self._elements) for _ in range(1 + self._ahead))
-        coming: deque[tuple[HostBuffers, Chunk]] = deque()
-        chunks = (chunk for piece in pieces for chunk in piece.parts(self._elements))
+        pending: deque[tuple[HostBuffers, UpdateChunk]] = deque()
+        chunks = (chunk for piece in pieces for chunk in piece.split_parts(self._elements))
         for buffers, chunk in zip(cycle(self._buffers), chunks, strict=False):
             buffers.fetch(chunk, gradient_scale)
-            coming.append((buffers, chunk))
-            if len(coming) > self._ahead:
-                _finish(*coming.popleft(), step)
-        for buffers, chunk in coming:
-            _finish(buffers, chunk, step)
+            pending.append((buffers, chunk))
+            if len(pending) > self._ahead:
+                _finish_chunk(*pending.popleft(), step)
+        for buffers, chunk in pending:
+            _finish_chunk(buffers, chunk, step)
 
 
-def _finish(buffers: HostBuffers, chunk: Chunk, step: Step) -> None:
+def _finish_chunk(buffers: HostBuffers, chunk: UpdateChunk, step: Step) -> None:
     buffers.update(chunk, step)
-    buffers.send(chunk)
+    buffers.send_weights(chunk)
 
 
 class HostBuffers:
     """Memory for one chunk: pinned for both directions, and float32 copies of moments in a lower precision."""
 
     def __init__(self, like: Tensor, elements: int) -> None:
-        def pinned(dtype: torch.dtype) -> Tensor:
+        def allocate_pinned(dtype: torch.dtype) -> Tensor:
             return torch.empty(elements, dtype=dtype, pin_memory=like.is_cuda)
 
-        self._arriving, self._leaving = pinned(torch.float32), pinned(like.dtype)
+        self._arriving, self._leaving = allocate_pinned(torch.float32), allocate_pinned(like.dtype)
         self._scratch = torch.empty(2, elements)
-        self._arrived, self._left = (_event(like.device) for _ in range(2))
+        self._arrived_event, self._left_event = (_make_event(like.device) for _ in range(2))
 
-    def fetch(self, chunk: Chunk, scale: float) -> None:
+    def fetch(self, chunk: UpdateChunk, scale: float) -> None:
         """Start to copy the gradients to the host, scaled and in float32."""
         self._arriving[: chunk.main.numel()].copy_(chunk.gradient.float() * scale, non_blocking=True)
-        self._arrived.record()
+        self._arrived_event.record()
 
-    def update(self, chunk: Chunk, step: Step) -> None:
+    def update(self, chunk: UpdateChunk, step: Step) -> None:
         """Wait for the gradients, and update main weights and moments with them."""
-        self._arrived.synchronize()
-        kept = (chunk.first_moment, chunk.second_moment)
+        self._arrived_event.synchronize()
+        stored_moments = (chunk.first_moment, chunk.second_moment)
         first, second = (
-            one if one.dtype is torch.float32 else copy[: one.numel()].copy_(one)
-            for one, copy in zip(kept, self._scratch, strict=True)
+            stored if stored.dtype is torch.float32 else copy[: stored.numel()].copy_(stored)
+            for stored, copy in zip(stored_moments, self._scratch, strict=True)
         )
         step((chunk.main, self._arriving[: chunk.main.numel()], first, second), chunk.is_decayed)
-        for one, new in zip(kept, (first, second), strict=True):
-            if new is not one:
-                one.copy_(new)
+        for one, updated in zip(stored_moments, (first, second), strict=True):
+            if updated is not one:
+                one.copy_(updated)
 
-    def send(self, chunk: Chunk) -> None:
+    def send_weights(self, chunk: UpdateChunk) -> None:
         """Round the weights, and start to copy them to the device."""
-        self._left.synchronize()
+        self._left_event.synchronize()
         leaving = self._leaving[: chunk.main.numel()].copy_(chunk.main)
         chunk.weight.copy_(leaving, non_blocking=True)
-        self._left.record()
+        self._left_event.record()
 
 
-class _Nothing:
+class _NoEvent:
     """Stands for an event where copies are waited for: between tensors that are both on the host."""
 
     def record(self) -> None:
@@ -130,5 +130,5 @@ class _Nothing:
         """Nothing is under way."""
 
 
-def _event(device: torch.device) -> Any:
-    return torch.cuda.Event() if device.type == "cuda" else _Nothing()
+def _make_event(device: torch.device) -> Any:
+    return torch.cuda.Event() if device.type == "cuda" else _NoEvent()

@@ -28,7 +28,7 @@ _HALF, _NOT_A_NUMBER = 0x8000, 0x7FC00000
 _AT_ONCE = 2**20
 
 
-class Values(Protocol):
+class StoredNumbers(Protocol):
     """Flat float32 numbers or moments of the optimizer, however they are stored."""
 
     @property
@@ -42,18 +42,18 @@ class Values(Protocol):
     def read(self) -> Tensor:
         """Return the numbers: the stored tensor, or a new one."""
 
-    def buffer(self) -> Tensor:
+    def writable_buffer(self) -> Tensor:
         """Return a tensor to fill and `write`: the stored tensor, or a new one without values."""
 
     def write(self, values: Tensor) -> None:
         """Set the numbers, and the weights rounded from them."""
 
-    def part(self, start: int, stop: int) -> Values:
+    def slice_range(self, start: int, stop: int) -> StoredNumbers:
         """Return a range of the numbers; writing to it sets them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
+class PlainNumbers:
     """Numbers in one tensor: moments, and weights that are float32 themselves."""
 
     tensor: Tensor
@@ -69,19 +69,19 @@ class Whole:
     def read(self) -> Tensor:
         return self.tensor
 
-    def buffer(self) -> Tensor:
+    def writable_buffer(self) -> Tensor:
         return self.tensor
 
     def write(self, values: Tensor) -> None:
         if values is not self.tensor:
             self.tensor.copy_(values)
 
-    def part(self, start: int, stop: int) -> Whole:
-        return Whole(self.tensor[start:stop])
+    def slice_range(self, start: int, stop: int) -> PlainNumbers:
+        return PlainNumbers(self.tensor[start:stop])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copied:
+class CopiedNumbers:
     """A float32 copy of weights in a lower precision, in another memory than theirs: the host's."""
 
     weight: Tensor
@@ -98,7 +98,7 @@ class Copied:
     def read(self) -> Tensor:
         return self.main
 
-    def buffer(self) -> Tensor:
+    def writable_buffer(self) -> Tensor:
         return self.main
 
     def write(self, values: Tensor) -> None:
@@ -106,12 +106,12 @@ class Copied:
             self.main.copy_(values)
         self.weight.copy_(self.main)
 
-    def part(self, start: int, stop: int) -> Copied:
-        return Copied(self.weight[start:stop], self.main[start:stop])
+    def slice_range(self, start: int, stop: int) -> CopiedNumbers:
+        return CopiedNumbers(self.weight[start:stop], self.main[start:stop])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Split:
+class SplitNumbers:
     """Weights in bfloat16, and their remainders."""
 
     weight: Tensor
@@ -126,50 +126,50 @@ class Split:
         return torch.float32
 
     def read(self) -> Tensor:
-        numbers = self.buffer()
-        for part, weight, remainder in self._parts(numbers):
-            part.copy_(joined(weight, remainder))
+        numbers = self.writable_buffer()
+        for part, weight, remainder in self._split_chunks(numbers):
+            part.copy_(join_float32(weight, remainder))
         return numbers
 
-    def buffer(self) -> Tensor:
+    def writable_buffer(self) -> Tensor:
         return torch.empty_like(self.weight, dtype=torch.float32)
 
     def write(self, values: Tensor) -> None:
-        for part, weight, remainder in self._parts(values):
-            upper, lacking = split(part)
+        for part, weight, remainder in self._split_chunks(values):
+            upper, lacking = split_float32(part)
             weight.copy_(upper)
             remainder.copy_(lacking)
 
-    def part(self, start: int, stop: int) -> Split:
-        return Split(self.weight[start:stop], self.remainder[start:stop])
+    def slice_range(self, start: int, stop: int) -> SplitNumbers:
+        return SplitNumbers(self.weight[start:stop], self.remainder[start:stop])
 
-    def _parts(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        whole = (numbers, self.weight, self.remainder)
-        return zip(*(tensor.split(_AT_ONCE) for tensor in whole), strict=True)
+    def _split_chunks(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        tensors = (numbers, self.weight, self.remainder)
+        return zip(*(tensor.split(_AT_ONCE) for tensor in tensors), strict=True)
 
 
-def master_of(weight: Tensor) -> Values:
+def make_master(weight: Tensor) -> StoredNumbers:
     """Return the master of these weights, with their present values."""
     if weight.dtype is torch.float32:
-        return Whole(weight)
+        return PlainNumbers(weight)
     if weight.dtype is not torch.bfloat16:
         raise TypeError(f"a float32 number is not split into {weight.dtype} and 16 bits; keep weights in bfloat16")
-    return Split(weight, torch.zeros_like(weight, dtype=torch.int16))
+    return SplitNumbers(weight, torch.zeros_like(weight, dtype=torch.int16))
 
 
-def copied_to_host(values: Values) -> Tensor:
+def copy_to_host(values: StoredNumbers) -> Tensor:
     """Copy the numbers to host memory in parts, so that few of them exist in float32 on the GPU."""
     count = values.storage.numel()
-    if not isinstance(values, Split) or count <= UPDATE_ELEMENTS:
+    if not isinstance(values, SplitNumbers) or count <= UPDATE_ELEMENTS:
         return values.read().detach().to("cpu", copy=True)
     copy = torch.empty(count, dtype=torch.float32)
     for start in range(0, count, UPDATE_ELEMENTS):
         stop = min(start + UPDATE_ELEMENTS, count)
-        copy[start:stop].copy_(values.part(start, stop).read())
+        copy[start:stop].copy_(values.slice_range(start, stop).read())
     return copy
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
+def split_float32(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 numbers into the nearest bfloat16 and the int16 remainder."""
     # The largest payloads of `not a number` would overflow into another number.
     bits = torch.where(master.isnan(), _NOT_A_NUMBER, master.view(torch.int32))
@@ -177,6 +177,6 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
-def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+def join_float32(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 numbers of bfloat16 weights and their remainders."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)

@@ -21,10 +21,10 @@ from moejob_api.job.job import Spec
 from moejob_api.job.training import Optimizer as AdamNumbers
 from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.kernels import find_kernels
 from moejob_trainer.megatron.data_parallel import DataParallel, ParameterShard
-from moejob_trainer.megatron.host_update import Chunk, HostUpdate, Numbers
-from moejob_trainer.megatron.master_weights import Copied, Values, copied_to_host, master_of
+from moejob_trainer.megatron.host_update import HostUpdate, Numbers, UpdateChunk
+from moejob_trainer.megatron.master_weights import CopiedNumbers, StoredNumbers, copy_to_host, make_master
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
 
@@ -33,7 +33,7 @@ class OptimizerShard(ParameterShard):
     """The part of one parameter that this rank updates, with its optimizer state."""
 
     # The float32 numbers that `weight` is rounded from.
-    master: Values
+    master: StoredNumbers
     first_moment: Tensor
     second_moment: Tensor
     is_decayed: bool
@@ -49,7 +49,7 @@ _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class MomentStorage:
     """Storage of the optimizer's state."""
 
     dtype: torch.dtype
@@ -62,20 +62,24 @@ class Moments:
 class ShardedAdamW:
     """AdamW with decoupled decay on this rank's pieces."""
 
-    def __init__(self, replicas: DataParallel, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
-        self.replicas, self.groups, self.numbers = replicas, groups, numbers
-        self.pieces = _pieces(list(replicas.shards()), moments)
+    def __init__(
+        self, data_parallel: DataParallel, groups: Groups, numbers: AdamNumbers, moments: MomentStorage
+    ) -> None:
+        self.data_parallel, self.groups, self.numbers = data_parallel, groups, numbers
+        self.pieces = _make_shards(list(data_parallel.parameter_shards()), moments)
         self._on_host = HostUpdate(overlaps_copies=moments.overlaps_copies)
         self.steps = 0
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole model's gradient; a parameter counts once, however many ranks hold it."""
-        own = [piece.gradient for piece in self.pieces if counts_here(piece.parameter, self.groups)]
+        counted_gradients = [piece.gradient for piece in self.pieces if is_counted_here(piece.parameter, self.groups)]
         square = torch.zeros((), dtype=torch.float64)
-        if own:
-            norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in own])
+        if counted_gradients:
+            norms = torch.stack(
+                [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in counted_gradients]
+            )
             square = norms.double().square().sum()
-        device = own[0].device if own else self._device
+        device = counted_gradients[0].device if counted_gradients else self._weights_device
         square = square.to(device)
         if self.groups.world.size > 1:
             dist.all_reduce(square, group=self.groups.world.handle)
@@ -84,59 +88,59 @@ class ShardedAdamW:
     def update(self, learning_rate: float, gradient_scale: float) -> None:
         """Make one step with scaled gradients, then gather the new weights on every replica."""
         self.steps += 1
-        others = []
+        unfused = []
         for piece in self.pieces:
             if _has_kernel(piece):
-                self._update_at_once(piece, learning_rate, gradient_scale)
+                self._update_fused(piece, learning_rate, gradient_scale)
             elif not _is_on_host(piece):
-                others.append(piece)
+                unfused.append(piece)
         for decayed in (True, False):
-            for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
-                self._update(group, learning_rate, gradient_scale)
+            for group in _group_by_size([piece for piece in unfused if piece.is_decayed is decayed]):
+                self._update_group(group, learning_rate, gradient_scale)
         # Last: while the host computes, the GPU still runs the kernels launched above.
-        chunks = [_chunk(piece) for piece in self.pieces if _is_on_host(piece)]
+        chunks = [_make_chunk(piece) for piece in self.pieces if _is_on_host(piece)]
         self._on_host.update(chunks, gradient_scale, partial(self._step_on_host, learning_rate))
-        self.replicas.gather()
+        self.data_parallel.gather_weights()
 
     def gather_weights(self) -> None:
         """Gather the weights on every replica."""
-        self.replicas.gather()
+        self.data_parallel.gather_weights()
 
     @property
-    def _device(self) -> torch.device:
-        return next(self.replicas.chunks[0].parameters()).device
+    def _weights_device(self) -> torch.device:
+        return next(self.data_parallel.model_chunks[0].parameters()).device
 
-    def _update_at_once(self, piece: OptimizerShard, learning_rate: float, gradient_scale: float) -> None:
+    def _update_fused(self, piece: OptimizerShard, learning_rate: float, gradient_scale: float) -> None:
         """Update a piece in one pass over its memory, its weight included."""
-        fused, given = _kernels(piece), self.numbers
+        fused, settings = _adamw_kernels(piece), self.numbers
         numbers = fused.AdamWStep(
             step=self.steps,
             learning_rate=learning_rate,
             gradient_scale=gradient_scale,
-            beta1=given.beta1,
-            beta2=given.beta2,
-            epsilon=given.epsilon,
-            weight_decay=given.weight_decay if piece.is_decayed else 0.0,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            weight_decay=settings.weight_decay if piece.is_decayed else 0.0,
         )
-        fused.update(*_tensors(piece), numbers)
+        fused.update_weights(*_kernel_tensors(piece), numbers)
 
     def _step_on_host(self, learning_rate: float, numbers: Numbers, is_decayed: bool) -> None:
         main, gradient, first, second = numbers
-        self._step(([main], [gradient], [first], [second]), learning_rate, is_decayed=is_decayed)
+        self._apply_adamw(([main], [gradient], [first], [second]), learning_rate, is_decayed=is_decayed)
 
-    def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
+    def _update_group(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
         mains = [piece.master.read() for piece in pieces]
         gradients = [piece.gradient.float() * gradient_scale for piece in pieces]
         firsts = [piece.first_moment.float() for piece in pieces]
         seconds = [piece.second_moment.float() for piece in pieces]
-        self._step((mains, gradients, firsts, seconds), learning_rate, is_decayed=pieces[0].is_decayed)
+        self._apply_adamw((mains, gradients, firsts, seconds), learning_rate, is_decayed=pieces[0].is_decayed)
         for piece, main, first, second in zip(pieces, mains, firsts, seconds, strict=True):
             piece.master.write(main)
             if first is not piece.first_moment:
                 piece.first_moment.copy_(first)
                 piece.second_moment.copy_(second)
 
-    def _step(self, numbers: _Lists, learning_rate: float, *, is_decayed: bool) -> None:
+    def _apply_adamw(self, numbers: _Lists, learning_rate: float, *, is_decayed: bool) -> None:
         mains, gradients, firsts, seconds = numbers
         adamw(
             mains,
@@ -157,38 +161,38 @@ class ShardedAdamW:
         )
 
 
-def _kernels(piece: OptimizerShard) -> Any:
-    return kernels("adamw", piece.master.storage)
+def _adamw_kernels(piece: OptimizerShard) -> Any:
+    return find_kernels("adamw", piece.master.storage)
 
 
 def _has_kernel(piece: OptimizerShard) -> bool:
-    fused = _kernels(piece)
-    return fused is not None and fused.takes(*_tensors(piece))
+    fused = _adamw_kernels(piece)
+    return fused is not None and fused.can_update(*_kernel_tensors(piece))
 
 
-def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
+def _kernel_tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
     return piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment
 
 
-def moments(spec: Spec) -> Moments:
+def make_moment_storage(spec: Spec) -> MomentStorage:
     """Return the storage that a job asks for."""
     dtype = getattr(torch, spec.training.precision.moments.value)
-    return Moments(dtype, spec.memory.offload_optimizer, spec.training.communication.overlap_optimizer_copies)
+    return MomentStorage(dtype, spec.memory.offload_optimizer, spec.training.communication.overlap_optimizer_copies)
 
 
-def _pieces(shares: Sequence[ParameterShard], moments: Moments) -> list[OptimizerShard]:
+def _make_shards(shares: Sequence[ParameterShard], moments: MomentStorage) -> list[OptimizerShard]:
     """Return a piece of each share; a part of all elements has its state in host memory from the start."""
-    moved = moved_to_host([share.weight.numel() for share in shares], moments.offloaded)
+    host_indices = choose_host_shards([share.weight.numel() for share in shares], moments.offloaded)
     return [
-        _piece(share, moments.dtype, is_on_host=index in moved and share.weight.is_cuda)
+        _make_shard(share, moments.dtype, is_on_host=index in host_indices and share.weight.is_cuda)
         for index, share in enumerate(shares)
     ]
 
 
-def _piece(share: ParameterShard, dtype: torch.dtype, *, is_on_host: bool) -> OptimizerShard:
-    master = master_of(share.weight)
+def _make_shard(share: ParameterShard, dtype: torch.dtype, *, is_on_host: bool) -> OptimizerShard:
+    master = make_master(share.weight)
     if is_on_host:
-        master = Copied(share.weight, copied_to_host(master))
+        master = CopiedNumbers(share.weight, copy_to_host(master))
     first, second = (torch.zeros_like(share.weight, dtype=dtype, device=master.storage.device) for _ in range(2))
     return OptimizerShard(
         name=share.name,
@@ -204,16 +208,16 @@ def _piece(share: ParameterShard, dtype: torch.dtype, *, is_on_host: bool) -> Op
 
 
 def _is_on_host(piece: OptimizerShard) -> bool:
-    return isinstance(piece.master, Copied)
+    return isinstance(piece.master, CopiedNumbers)
 
 
-def _chunk(piece: OptimizerShard) -> Chunk:
-    return Chunk(
+def _make_chunk(piece: OptimizerShard) -> UpdateChunk:
+    return UpdateChunk(
         piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment, piece.is_decayed
     )
 
 
-def counts_here(parameter: nn.Parameter, groups: Groups) -> bool:
+def is_counted_here(parameter: nn.Parameter, groups: Groups) -> bool:
     """Return whether this rank counts and saves a parameter: one does among all ranks with the same one."""
     if is_tied_copy(parameter):
         return False
@@ -227,7 +231,7 @@ def is_decayed(name: str) -> bool:
     return not (last == "bias" or last.endswith("_bias") or last == "sinks" or owner.endswith("norm"))
 
 
-def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
+def choose_host_shards(sizes: Sequence[int], share: float) -> frozenset[int]:
     """Return the indices of pieces with `share` of all elements at most, the largest that fit first.
 
     Sizes 50, 30, 20 and a share of 0.6: 50 fits into 60, of the remaining 10 nothing fits, so piece 0 moves. Where no
@@ -235,15 +239,15 @@ def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
     """
     if not share or not sizes:
         return frozenset()
-    left, moved = share * sum(sizes), set()
+    remaining, chosen = share * sum(sizes), set()
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if sizes[index] <= left:
-            moved.add(index)
-            left -= sizes[index]
-    return frozenset(moved or {min(range(len(sizes)), key=lambda index: sizes[index])})
+        if sizes[index] <= remaining:
+            chosen.add(index)
+            remaining -= sizes[index]
+    return frozenset(chosen or {min(range(len(sizes)), key=lambda index: sizes[index])})
 
 
-def _grouped(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]:
+def _group_by_size(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]:
     """Yield groups of pieces, each with few enough elements for float32 copies of all of them."""
     group: list[OptimizerShard] = []
     elements = 0

@@ -24,21 +24,21 @@ class ParameterGather:
             return
         chunk.disable_forward_pre_hook(param_sync=False)
         exchanged = exchanged_buckets(chunk)
-        of_units = {unit: _groups(chunk, unit, exchanged) for unit in _units(chunk.module)}
+        of_units = {unit: _unit_groups(chunk, unit, exchanged) for unit in _called_units(chunk.module)}
         # In the order of the forward pass, and so the same on all replicas: they hold the same stage.
         self._groups = [*dict.fromkeys(group for groups in of_units.values() for group in groups)]
         for unit, groups in of_units.items():
-            unit.register_forward_pre_hook(lambda *_, groups=groups: _finish(groups))
+            unit.register_forward_pre_hook(lambda *_, groups=groups: _finish_groups(groups))
 
-    def begin(self) -> None:
+    def start_gather(self) -> None:
         """Gather the shares of all ranks; return when all have arrived, or at once if gathers are overlapped."""
-        self.finish()
+        self.finish_gather()
         for group in self._groups:
             group.start_param_sync(force_sync=not self._is_overlapped)
 
-    def finish(self) -> None:
+    def finish_gather(self) -> None:
         """Wait for all gathers."""
-        _finish(self._groups)
+        _finish_groups(self._groups)
 
 
 def exchanged_buckets(chunk: DistributedDataParallel) -> list[Any]:
@@ -47,20 +47,20 @@ def exchanged_buckets(chunk: DistributedDataParallel) -> list[Any]:
     return [group for group in groups if group.intra_distributed_optimizer_instance_size > 1]
 
 
-def _units(stage: nn.Module) -> Iterator[nn.Module]:
+def _called_units(stage: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that a stage calls one after another: embedding, each layer, norm, output layer."""
     for child in stage.children():
         yield from child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else (child,)
 
 
-def _groups(chunk: DistributedDataParallel, unit: nn.Module, exchanged: Sequence[Any]) -> list[Any]:
+def _unit_groups(chunk: DistributedDataParallel, unit: nn.Module, exchanged: Sequence[Any]) -> list[Any]:
     """Return the bucket groups of a unit's parameters; frozen parameters are in none."""
     of_parameters = chunk.param_to_bucket_group
-    found = dict.fromkeys(of_parameters[each] for each in unit.parameters() if each in of_parameters)
-    return [group for group in found if group in exchanged]
+    groups = dict.fromkeys(of_parameters[parameter] for parameter in unit.parameters() if parameter in of_parameters)
+    return [group for group in groups if group in exchanged]
 
 
-def _finish(groups: Iterable[Any]) -> None:
+def _finish_groups(groups: Iterable[Any]) -> None:
     for group in groups:
         if group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)

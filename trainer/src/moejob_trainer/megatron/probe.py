@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moejob_trainer.data.packing import BatchPlan, batch_of_rank
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.data.packing import BatchPlan, build_rank_batch
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.training import Document
 
@@ -49,7 +49,7 @@ def probe_text(prompts: Sequence[Sequence[int]], length: int) -> list[int]:
 class TrainerProbe:
     """The trainer's log-probabilities of a text; every data rank computes them with its own copy of the model."""
 
-    def __init__(self, engine: MegatronEngine, plan: BatchPlan) -> None:
+    def __init__(self, engine: MegatronTrainingEngine, plan: BatchPlan) -> None:
         self._engine, self._plan, self._data = engine, plan, engine.groups.data
 
     def __call__(self, tokens: Tokens) -> Floats:
@@ -58,10 +58,10 @@ class TrainerProbe:
             Document(tokens.astype(np.int64), np.ones(len(tokens), np.float32), number)
             for number in range(self._data.size)
         ]
-        batches = batch_of_rank(copies, self._plan, self._data.rank)
+        batches = build_rank_batch(copies, self._plan, self._data.rank)
         # Engines return log-probabilities of a prompt at temperature 1.
         with self._engine.at_temperature(1.0):
-            outputs = self._engine.outputs(batches)
+            outputs = self._engine.compute_outputs(batches)
         for batch, said in zip(batches, outputs, strict=True):
             for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
                 if length:
@@ -69,7 +69,7 @@ class TrainerProbe:
                     return found
         raise RuntimeError("every data rank has one copy")
 
-    def rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
+    def measure_rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
         """Return the mean |change of a log-probability| where the embedding is rounded once more to this type."""
         plain = self(tokens)
         changes = []
@@ -80,7 +80,7 @@ class TrainerProbe:
 
     @contextmanager
     def _rounded_embedding(self, dtype: torch.dtype, seed: int) -> Iterator[None]:
-        rounded = partial(rounded_once_more, torch.finfo(dtype).eps, seed)
+        rounded = partial(round_once_more, torch.finfo(dtype).eps, seed)
         with ExitStack() as stack:
             for stage in self._engine.stages:
                 if stage.place.is_first:
@@ -88,7 +88,7 @@ class TrainerProbe:
             yield
 
 
-def rounded_once_more(unit: float, seed: int, _: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+def round_once_more(unit: float, seed: int, _: nn.Module, __: Any, embedded: Tensor) -> Tensor:
     """Change each number by up to one rounding; ranks with the same numbers make the same changes."""
     generator = torch.Generator(embedded.device).manual_seed(seed)
     shares = torch.rand(embedded.shape, generator=generator, device=embedded.device) * 2 - 1

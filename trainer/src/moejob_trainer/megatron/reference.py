@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moejob_trainer.megatron.shares import own_part
+from moejob_trainer.megatron.shares import local_part
 from moejob_trainer.model.stage import Stage
 
 
@@ -21,34 +21,34 @@ class ReferenceWeights:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self._held = [_host_copy(own_part(tensor)) for tensor in _changing(stages)]
+        self._reference_parts = [_copy_to_host(local_part(tensor)) for tensor in _changing_tensors(stages)]
 
     @contextmanager
-    def loaded(self) -> Iterator[None]:
+    def use_reference(self) -> Iterator[None]:
         """Let the model compute with the reference weights; afterwards its own are restored bit for bit."""
-        current = [own_part(tensor) for tensor in _changing(self._stages)]
-        kept = [part.clone() for part in current]
+        current = [local_part(tensor) for tensor in _changing_tensors(self._stages)]
+        trained_parts = [part.clone() for part in current]
         try:
-            _write(current, self._held)
+            _write_parts(current, self._reference_parts)
             yield
         finally:
-            _write(current, kept)
+            _write_parts(current, trained_parts)
 
 
-def _changing(stages: Sequence[Stage]) -> Iterator[Tensor]:
+def _changing_tensors(stages: Sequence[Stage]) -> Iterator[Tensor]:
     """Yield the tensors that training changes: trained parameters, and the biases that choose experts."""
     for stage in stages:
         yield from (parameter for parameter in stage.parameters() if parameter.requires_grad)
         yield from (buffer for name, buffer in stage.named_buffers() if name.endswith("selection_bias"))
 
 
-def _host_copy(part: Tensor) -> Tensor:
+def _copy_to_host(part: Tensor) -> Tensor:
     # A copy from pinned memory runs at the speed of PCIe: the reference is loaded in every step.
     copied = part.to("cpu", copy=True)
     return copied.pin_memory() if part.is_cuda else copied
 
 
-def _write(parts: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _write_parts(parts: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for part, value in zip(parts, values, strict=True):
             part.copy_(value, non_blocking=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moejob_trainer.distributed.collectives import PendingCollective, start_reduce_scatter
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.side_stream import Finish, SideStream
-from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.kernels import find_kernels
 from moejob_trainer.megatron.share_memory import ShareMemory
 
 
@@ -27,27 +27,27 @@ class ReplicaSums:
         self.group, self._stream, self._memory = group, stream, memory
         self._sent: dict[int, deque[tuple[Tensor, Finish]]] = {}
 
-    def lend(self, elements: int) -> Tensor:
+    def lend_gradient(self, elements: int) -> Tensor:
         """Return memory for a gradient; wait for the oldest sum if all memory of this size is in use."""
-        sent = self._sent.setdefault(elements, deque())
-        if len(sent) < self._memory.most:
-            return self._memory.new(elements)
-        gradient, finish = sent.popleft()
+        in_flight = self._sent.setdefault(elements, deque())
+        if len(in_flight) < self._memory.max_tensors:
+            return self._memory.allocate_gradient(elements)
+        gradient, finish = in_flight.popleft()
         finish()
         return gradient
 
-    def send(self, gradient: Tensor, total: Tensor) -> None:
+    def send_gradient(self, gradient: Tensor, total: Tensor) -> None:
         """Start to sum a lent gradient over replicas, and to add this rank's share of the sum to `total`."""
-        finish = self._memory.sum_into(total, gradient, self.group, self._stream)
+        finish = self._memory.start_sum(total, gradient, self.group, self._stream)
         self._sent[gradient.numel()].append((gradient, finish))
 
-    def finish(self) -> None:
+    def finish_sums(self) -> None:
         """Wait for all sums, and give memory back to the allocator, unless peers read it."""
-        for elements, sent in self._sent.items():
-            for _, finish in sent:
+        for elements, in_flight in self._sent.items():
+            for _, finish in in_flight:
                 finish()
-            kept = sent if self._memory.is_fixed else ()
-            self._sent[elements] = deque((gradient, _nothing) for gradient, _ in kept)
+            reusable = in_flight if self._memory.is_fixed else ()
+            self._sent[elements] = deque((gradient, _do_nothing) for gradient, _ in reusable)
 
 
 class GradientMemory:
@@ -55,69 +55,69 @@ class GradientMemory:
 
     is_fixed = False
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, most: int) -> None:
-        self.most, self._dtype, self._device = most, dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, max_tensors: int) -> None:
+        self.max_tensors, self._dtype, self._device = max_tensors, dtype, device
 
-    def new(self, elements: int) -> Tensor:
+    def allocate_gradient(self, elements: int) -> Tensor:
         """Allocate one more tensor."""
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
-    def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
+    def start_sum(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
         """Start to add the sum of all replicas' gradients to `total`, this rank's share; the last may be shorter."""
-        return stream.begin(partial(_summed, gradient, group), partial(_add_to, total))
+        return stream.start_exchange(partial(_start_reduce_scatter, gradient, group), partial(_add_share, total))
 
 
-class ReadGradientMemory(GradientMemory):
+class PeerGradientMemory(GradientMemory):
     """Memory that all replicas read, kept as long as the model: copies of it need no multiprocessor."""
 
     is_fixed = True
 
-    def __init__(self, memory: ShareMemory, dtype: torch.dtype, device: torch.device, most: int) -> None:
-        super().__init__(dtype, device, most)
+    def __init__(self, memory: ShareMemory, dtype: torch.dtype, device: torch.device, max_tensors: int) -> None:
+        super().__init__(dtype, device, max_tensors)
         self._memory = memory
-        self._everyones: dict[int, Sequence[Tensor]] = {}
+        self._peer_gradients: dict[int, Sequence[Tensor]] = {}
 
-    def new(self, elements: int) -> Tensor:
+    def allocate_gradient(self, elements: int) -> Tensor:
         """Take one more tensor from the shared memory."""
-        own, everyones = self._memory.take(elements, self._dtype)
-        self._everyones[own.data_ptr()] = everyones
-        return own
+        local_gradient, peer_gradients = self._memory.take_share(elements, self._dtype)
+        self._peer_gradients[local_gradient.data_ptr()] = peer_gradients
+        return local_gradient
 
-    def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
+    def start_sum(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
         """Start to add the sum of all replicas' gradients to `total`, read from their memory."""
-        meet, everyones = self._memory.barrier, self._everyones[gradient.data_ptr()]
-        if meet is None or not everyones:
-            return super().sum_into(total, gradient, group, stream)
-        shares = [one.view(group.size, -1)[group.rank][: total.numel()] for one in everyones]
-        return stream.run(partial(_read_into, total, shares, group.rank, meet))
+        barrier, peer_gradients = self._memory.barrier, self._peer_gradients[gradient.data_ptr()]
+        if barrier is None or not peer_gradients:
+            return super().start_sum(total, gradient, group, stream)
+        shares = [peer_gradient.view(group.size, -1)[group.rank][: total.numel()] for peer_gradient in peer_gradients]
+        return stream.run(partial(_sum_peer_shares, total, shares, group.rank, barrier))
 
 
-def _summed(gradient: Tensor, group: Group) -> PendingCollective:
+def _start_reduce_scatter(gradient: Tensor, group: Group) -> PendingCollective:
     if group.size == 1:
         return PendingCollective(gradient, gradient, None)
     return start_reduce_scatter(gradient, group, is_async=not gradient.is_cuda)
 
 
-def _add_to(total: Tensor, share: Tensor) -> None:
+def _add_share(total: Tensor, share: Tensor) -> None:
     total.add_(share[: total.numel()])
 
 
-def _read_into(total: Tensor, shares: Sequence[Tensor], own: int, meet: Callable[[], None]) -> None:
+def _sum_peer_shares(total: Tensor, shares: Sequence[Tensor], local_rank: int, barrier: Callable[[], None]) -> None:
     """Add all shares to a total, the next rank's first: no two ranks read from the same rank at a time."""
-    meet()
-    first, *others = (*range(own + 1, len(shares)), *range(own))
-    read = torch.empty_like(shares[first]).copy_(shares[first])
-    for rank in others:
-        read.add_(torch.empty_like(read).copy_(shares[rank]))
+    barrier()
+    first, *other_ranks = (*range(local_rank + 1, len(shares)), *range(local_rank))
+    peer_sum = torch.empty_like(shares[first]).copy_(shares[first])
+    for rank in other_ranks:
+        peer_sum.add_(torch.empty_like(peer_sum).copy_(shares[rank]))
     # No product may write before all ranks have read. This rank's own share is read after this barrier: its next
     # product waits for the end of this function.
-    meet()
-    fast = kernels("sums", total)
+    barrier()
+    fast = find_kernels("sums", total)
     if fast is None:
-        total.add_(read + shares[own])
+        total.add_(peer_sum + shares[local_rank])
     else:
-        fast.add_both(total, read, shares[own])
+        fast.add_both(total, peer_sum, shares[local_rank])
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """It is done."""

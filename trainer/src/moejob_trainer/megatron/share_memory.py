@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.distributed.groups import Group
-from moejob_trainer.distributed.peer_mapping import FOR_SHARES, peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_SHARES, map_peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
 
 # Copies are fastest at addresses that are multiples of it.
@@ -30,21 +30,23 @@ class ShareMemory:
         """Return the barrier, on the device, of all ranks that read this memory; None where no other rank does."""
         return None if self._peers is None else self._peers.barrier
 
-    def take(self, elements: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+    def take_share(self, elements: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
         """Return zeros for this rank's share, and those of all ranks where these are in reach."""
         if self._peers is None:
             return torch.zeros(elements, dtype=dtype, device=self._device), ()
         start, stop = self._taken_bytes, self._taken_bytes + elements * dtype.itemsize
-        self._taken_bytes = _aligned(stop)
-        everyones = [share[start:stop].view(dtype) for share in self._peers.shares]
-        return everyones[self._peers.rank].zero_(), everyones
+        self._taken_bytes = _align_bytes(stop)
+        peer_shares = [share[start:stop].view(dtype) for share in self._peers.shares]
+        return peer_shares[self._peers.rank].zero_(), peer_shares
 
 
-def memory_in_reach(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
+def make_share_memory(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
     """Return memory for shares of these sizes, readable by all ranks of the group if they reach each other."""
-    size_bytes = sum(_aligned(count * dtype.itemsize) for count in elements)
-    return ShareMemory(peer_memory(size_bytes, group.handle, device, FOR_SHARES) if group.size > 1 else None, device)
+    size_bytes = sum(_align_bytes(count * dtype.itemsize) for count in elements)
+    return ShareMemory(
+        map_peer_memory(size_bytes, group.handle, device, FOR_SHARES) if group.size > 1 else None, device
+    )
 
 
-def _aligned(size_bytes: int) -> int:
+def _align_bytes(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

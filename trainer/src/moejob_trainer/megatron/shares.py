@@ -22,7 +22,7 @@ from moejob_trainer.distributed.groups import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ReplicaSharding:
     """The division of a parameter over replicas: its shape without them, and the type that it computes in.
 
     Every rank of the group has a share of `each` elements; the last ranks have fewer or none.
@@ -63,33 +63,33 @@ def share_elements(shape: tuple[int, ...], group: Group) -> int:
     return math.ceil(math.prod(shape) // width / group.size) * width
 
 
-def sharded_as(tensor: Tensor) -> Sharded | None:
+def find_sharding(tensor: Tensor) -> ReplicaSharding | None:
     """Return the division of a tensor over replicas; None where each replica holds all of it."""
     return getattr(tensor, "sharded", None)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor. A view: writing into it sets the tensor."""
-    found = tensor.detach()
-    return (found.to_local() if isinstance(found, DTensor) else found).view(-1)
+    detached = tensor.detach()
+    return (detached.to_local() if isinstance(detached, DTensor) else detached).view(-1)
 
 
 def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
     """Yield the local part of a tensor as shards of its shape without replicas, each with its view."""
-    sharded, flat = sharded_as(tensor), own_part(tensor)
+    sharded, flat = find_sharding(tensor), local_part(tensor)
     shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
     begin = 0
     for shard in shards_of_range(shape, start, start + flat.numel()):
-        yield shard, flat[begin : begin + shard.elements].view(shard.size)
-        begin += shard.elements
+        yield shard, flat[begin : begin + shard.element_count].view(shard.size)
+        begin += shard.element_count
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor as it computes. All replicas call this together where they divide it."""
-    sharded = sharded_as(tensor)
+    sharded = find_sharding(tensor)
     if sharded is None:
         return tensor.detach()
     # Rounded before it travels: half the bytes.
-    share = own_part(tensor).to(sharded.dtype)
+    share = local_part(tensor).to(sharded.dtype)
     share = functional.pad(share, (0, sharded.each - share.numel()))
     return all_gather_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)

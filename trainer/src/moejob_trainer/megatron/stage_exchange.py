@@ -37,17 +37,18 @@ class StageExchange(P2PCommunicator):
         """Megatron calls it by this name, and for each exchange once."""
         if not self._is_known:
             return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        for way, sent in (("to next", tensor_send_next), ("to previous", tensor_send_prev)):
-            if sent is not None and list(sent.shape) != (expected := self._next(way)):
+        for way, tensor in (("to next", tensor_send_next), ("to previous", tensor_send_prev)):
+            if tensor is not None and list(tensor.shape) != (expected := self._next_shape(way)):
                 raise RuntimeError(
-                    f"a stage sends {list(sent.shape)} {way}, which expects {expected} of its micro batch; report this"
+                    f"a stage sends {list(tensor.shape)} {way}, which expects {expected} of its micro batch; report "
+                    "this"
                 )
         return (
-            self._next("from previous") if recv_prev else _NONE,
-            self._next("from next") if recv_next else _NONE,
+            self._next_shape("from previous") if recv_prev else _NONE,
+            self._next_shape("from next") if recv_next else _NONE,
         )
 
-    def _next(self, way: str) -> list[int]:
+    def _next_shape(self, way: str) -> list[int]:
         """Return the shape of the next micro batch that goes this way: outputs and gradients keep their order."""
         number = self._moved[way]
         self._moved[way] += 1

@@ -11,19 +11,19 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
-from moejob_api.derived import batch, keeps_roundings, multiplies_float8, reads_replicas, share_dtype
+from moejob_api.derived import has_float8_products, has_replica_reads, has_shared_roundings, share_dtype, update_batch
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.stages import stages as stages_of
-from moejob_api.planner.memory.case import prepared
+from moejob_api.layout.stages import pipeline_stages as stages_of
+from moejob_api.planner.memory.case import prepare_case
 from moejob_api.planner.memory.communication import peer_memory_bytes
-from moejob_api.planner.memory.microbatch_share import share
-from moejob_api.planner.memory.whole_layers import layers_kept_whole
+from moejob_api.planner.memory.microbatch_share import microbatch_share
+from moejob_api.planner.memory.whole_layers import count_whole_layers
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, map_peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
-from moejob_trainer.megatron.sharding import fully_sharded, keep_beside_experts, keep_gathered, precision
+from moejob_trainer.megatron.sharding import fully_shard_stage, keep_beside_experts, keep_gathered, weight_types
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.float8 import use_float8
 from moejob_trainer.model.stage import Stage, StagePlace
@@ -41,37 +41,37 @@ class ScheduleConfig(ModelParallelConfig):
     fp4: None = None
 
 
-def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device) -> list[Stage]:
+def build_stages(model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device) -> list[Stage]:
     """Build the stages of this rank, one unless the schedule is interleaved; weights are undefined."""
     dtype = getattr(torch, spec.model.dtype.value)
     schedule = _schedule_config(model, layout, dtype)
-    groups = replace(groups, expert_memory=_expert_memory(model, spec, layout, groups, device))
-    made = []
-    for place in places(model, spec, groups):
-        stage = _placed(partial(Stage, model, spec, groups, place), spec, groups, device)
-        if multiplies_float8(spec):
-            use_float8(stage, keeps=keeps_roundings(spec, layout))
+    groups = replace(groups, expert_memory=_map_expert_memory(model, spec, layout, groups, device))
+    stages = []
+    for place in stage_places(model, spec, groups):
+        stage = _make_stage(partial(Stage, model, spec, groups, place), spec, groups, device)
+        if has_float8_products(spec):
+            use_float8(stage, keeps=has_shared_roundings(spec, layout))
         if spec.memory.sharding is Sharding.ZERO2:
             keep_gathered(stage)
         if spec.memory.sharding is Sharding.FSDP:
-            keep_beside_experts(stage, layers_kept_whole(prepared(spec, model.shape, layout)))
+            keep_beside_experts(stage, count_whole_layers(prepare_case(spec, model.shape, layout)))
         stage.config, stage.model_type = schedule, ModelType.encoder_or_decoder
-        made.append(stage)
-    return made
+        stages.append(stage)
+    return stages
 
 
-def places(model: Architecture, spec: Spec, groups: Groups) -> list[StagePlace]:
+def stage_places(model: Architecture, spec: Spec, groups: Groups) -> list[StagePlace]:
     """Return the layers that this rank holds, chunk by chunk."""
     stages = stages_of(spec.parallelism, len(model.shape.layers))
     if stages is None:
         raise ValueError(f"{len(model.shape.layers)} layers do not divide over {spec.parallelism.pipeline} stages")
-    here, last = groups.pipeline.rank, groups.pipeline.size - 1
-    chunks = stages[here].chunks
+    pipeline_rank, last = groups.pipeline.rank, groups.pipeline.size - 1
+    chunks = stages[pipeline_rank].chunks
     return [
         StagePlace(
             layers=layers,
-            is_first=here == 0 and index == 0,
-            is_last=here == last and index == len(chunks) - 1,
+            is_first=pipeline_rank == 0 and index == 0,
+            is_last=pipeline_rank == last and index == len(chunks) - 1,
         )
         for index, layers in enumerate(chunks)
     ]
@@ -83,30 +83,30 @@ def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
         yield from stage.named_parameters()
 
 
-def _expert_memory(
+def _map_expert_memory(
     model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device
 ) -> PeerMemory | None:
     """Map the memory through which layers exchange tokens; None without dispatcher Flex or peers in reach."""
-    of_rank = share(spec, model.shape, layout, batch(spec, layout).micro_tokens)
+    rank_share = microbatch_share(spec, model.shape, layout, update_batch(spec, layout).micro_tokens)
     writers = groups.expert if groups.expert_across.size == 1 else groups.expert_inside
-    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), writers.handle, device, FOR_TOKENS)
+    return map_peer_memory(peer_memory_bytes(rank_share, spec.moe.dispatcher), writers.handle, device, FOR_TOKENS)
 
 
-def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
+def _make_stage(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
     """Make a stage, with memory for this rank's part of its weights only."""
-    if not spec.memory.sharding.divides_weights:
+    if not spec.memory.sharding.has_weight_shards:
         with torch.device(device):
-            return _typed(make(), getattr(torch, spec.model.dtype.value))
+            return _cast_weights(make(), getattr(torch, spec.model.dtype.value))
     # On the meta device first: a whole stage may not fit into the memory of a rank.
     with torch.device("meta"):
         stage = make()
     shares = getattr(torch, share_dtype(spec).value)
-    stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=shares)
-    types = precision(spec.model.dtype, spec.training.precision.gradients)
-    return fully_sharded(stage, types, groups, device, reads=reads_replicas(spec))
+    stage = _cast_weights(stage, getattr(torch, spec.model.dtype.value), trained=shares)
+    types = weight_types(spec.model.dtype, spec.training.precision.gradients)
+    return fully_shard_stage(stage, types, groups, device, reads=has_replica_reads(spec))
 
 
-def _typed(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None = None) -> Stage:
+def _cast_weights(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None = None) -> Stage:
     """Cast weights to the model's type, or trained weights to their own type if one is given.
 
     Buffers keep their type: the selection bias of experts is always float32.

@@ -21,31 +21,31 @@ from torch import Tensor, nn
 from moejob_api.job import Spec
 from moejob_api.layout.ranks import ParallelGroup as LayoutGroup
 from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
-from moejob_trainer.conversion.safetensors_writer import TensorEntry, shard_writer
+from moejob_trainer.conversion.safetensors_writer import TensorEntry, open_shard_writer
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
-from moejob_trainer.megatron.master_weights import Values, Whole, copied_to_host
-from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
-from moejob_trainer.megatron.shares import local_shards, sharded_as
+from moejob_trainer.megatron.master_weights import PlainNumbers, StoredNumbers, copy_to_host
+from moejob_trainer.megatron.optimizer import OptimizerShard, is_counted_here
+from moejob_trainer.megatron.shares import find_sharding, local_shards
 from moejob_trainer.megatron.state_copies import StateCopy
 from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
-from moejob_trainer.megatron.training_engine import MegatronEngine
-from moejob_trainer.megatron.weights import coordinates, named_weights
-from moejob_trainer.model.adapters import adapters, is_adapter
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
+from moejob_trainer.megatron.weights import named_weights, rank_coordinates
+from moejob_trainer.model.adapters import adapter_parameters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
-from moejob_trainer.model.parameters import Parameter, division, local_shape, local_slices
+from moejob_trainer.model.parameters import Parameter, divided_axes, local_shape, local_slices
 from moejob_trainer.runtime.read_ahead import read_ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldShard:
     """A shard of one tensor of the whole model, with this rank's memory of it."""
 
     kind: TensorRole
     name: str
     shard: ShardSpec
     # Flat; writing to them sets the state.
-    values: Values
+    values: StoredNumbers
     # Whether this rank writes it; others may hold the same.
     is_own: bool
 
@@ -62,53 +62,55 @@ def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Paramet
         return tuple(declared)
     # No published model has the weights of another job; the selection bias changes even beside frozen weights.
     is_published = spec.checkpoint.resume_from is None
-    kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
-    return (*kept, *adapters(declared, lora))
+    base_parameters = (parameter for parameter in declared if parameter.is_buffer or not is_published)
+    return (*base_parameters, *adapter_parameters(declared, lora))
 
 
 class StateFiles:
     """Writes and reads the state of one engine."""
 
-    def __init__(self, engine: MegatronEngine, parameters: Sequence[Parameter], background: Executor) -> None:
+    def __init__(self, engine: MegatronTrainingEngine, parameters: Sequence[Parameter], background: Executor) -> None:
         self.engine, self.background = engine, background
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def prepare(self) -> None:
         """Start to allocate the host memory for saves beside the training."""
         if self.engine.spec.checkpoint.asynchronous:
-            self.engine.copies.prepare([held.values for held in self._owned()])
+            self.engine.copies.prepare_memory([held.values for held in self._owned_shards()])
 
-    def begin(self, folder: Path) -> PendingFiles:
+    def start_writing(self, folder: Path) -> PendingFiles:
         """Start to write this rank's part: with an asynchronous save, a copy of it that is made beside the training.
 
         In a synchronous save training waits, and no more than one tensor is copied at a time.
         """
-        owned = self._owned()
+        owned = self._owned_shards()
         values = [held.values for held in owned]
-        copy = self.engine.copies.begin(values) if self.engine.spec.checkpoint.asynchronous else None
-        tensors = partial(_one_by_one, values) if copy is None else copy.made
-        file = self._file(folder, owned)
-        return PendingFiles(file.path.name, self.background.submit(_write, tensors, file), copy)
+        copy = self.engine.copies.start_copy(values) if self.engine.spec.checkpoint.asynchronous else None
+        tensors = partial(_copy_one_by_one, values) if copy is None else copy.make_copies
+        file = self._describe_file(folder, owned)
+        return PendingFiles(file.path.name, self.background.submit(_write_file, tensors, file), copy)
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
         """Set this rank's state, or only its weights, from files of any layout."""
         kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
-        self.engine.copies.finish()
-        stored = _index(folder, self.engine.groups.world)
+        self.engine.copies.finish_copy()
+        stored = _read_index(folder, self.engine.groups.world)
         files = ShardFiles(folder, _READERS)
-        absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
+        absent = _optional_parameters(self.parameters, stored) if weights_only else frozenset[str]()
 
-        def wanted() -> Iterator[tuple[Held, Sequence[StoredShard]]]:
-            for held in self._held():
+        def wanted_shards() -> Iterator[tuple[HeldShard, Sequence[StoredShard]]]:
+            for held in self._held_shards():
                 if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
                     of_tensor = stored.get((held.kind, held.name), ())
                     require_shape(self.parameters[held.name], of_tensor, folder)
                     yield held, of_tensor
 
-        for held, of_tensor in read_ahead(wanted(), lambda one: files.parts(one[0].shard, one[1])):
-            into = held.values.buffer()
-            files.fill(into.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
-            held.values.write(into)
+        for held, of_tensor in read_ahead(
+            wanted_shards(), lambda held_and_stored: files.file_parts(held_and_stored[0].shard, held_and_stored[1])
+        ):
+            target = held.values.writable_buffer()
+            files.fill_shard(target.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
+            held.values.write(target)
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:
@@ -127,12 +129,12 @@ class StateFiles:
 
     # --- what this rank holds ---------------------------------------------------------------------------------------
 
-    def _file(self, folder: Path, owned: Sequence[Held]) -> _StateFile:
+    def _describe_file(self, folder: Path, owned: Sequence[HeldShard]) -> _StateFile:
         path = folder / f"state-{self.engine.groups.world.rank:05d}.safetensors"
         tensors = tuple(TensorEntry(str(n), held.shard.size, held.values.dtype) for n, held in enumerate(owned))
-        return _StateFile(path, tensors, {SHARDS: json.dumps([self._entry(held) for held in owned])})
+        return _StateFile(path, tensors, {SHARDS: json.dumps([self._shard_metadata(held) for held in owned])})
 
-    def _entry(self, held: Held) -> Mapping[str, Any]:
+    def _shard_metadata(self, held: HeldShard) -> Mapping[str, Any]:
         """Return the metadata of one tensor of a file."""
         shape = self.parameters[held.name].shape
         return {
@@ -143,52 +145,54 @@ class StateFiles:
             "size": held.shard.size,
         }
 
-    def _owned(self) -> Sequence[Held]:
-        return [held for held in self._held() if held.is_own]
+    def _owned_shards(self) -> Sequence[HeldShard]:
+        return [held for held in self._held_shards() if held.is_own]
 
-    def _held(self) -> Iterator[Held]:
+    def _held_shards(self) -> Iterator[HeldShard]:
         for piece in self.engine.optimizer.pieces:
-            yield from self._of_piece(piece)
+            yield from self._optimizer_shards(piece)
         for stage in self.engine.stages:
             updated = {
-                _name(name, parameter) for name, parameter in stage.named_parameters() if parameter.requires_grad
+                _whole_model_name(name, parameter)
+                for name, parameter in stage.named_parameters()
+                if parameter.requires_grad
             }
             for name, tensor in named_weights([stage]).items():
                 if name not in updated and name in self.parameters:
-                    yield from self._unchanged(name, tensor)
+                    yield from self._unchanged_shards(name, tensor)
 
-    def _of_piece(self, piece: OptimizerShard) -> Iterator[Held]:
-        name = _name(piece.name, piece.parameter)
-        origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
-        states: Mapping[TensorRole, Values] = {
+    def _optimizer_shards(self, piece: OptimizerShard) -> Iterator[HeldShard]:
+        name = _whole_model_name(piece.name, piece.parameter)
+        origin = [part.start for part in local_slices(self.parameters[name], rank_coordinates(self.engine.groups))]
+        states: Mapping[TensorRole, StoredNumbers] = {
             TensorRole.WEIGHT: piece.master,
-            TensorRole.FIRST_MOMENT: Whole(piece.first_moment),
-            TensorRole.SECOND_MOMENT: Whole(piece.second_moment),
+            TensorRole.FIRST_MOMENT: PlainNumbers(piece.first_moment),
+            TensorRole.SECOND_MOMENT: PlainNumbers(piece.second_moment),
         }
         # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
-        is_own = counts_here(piece.parameter, self.engine.groups)
+        is_own = is_counted_here(piece.parameter, self.engine.groups)
         begin = 0
-        shape = local_shape(self.parameters[name], coordinates(self.engine.groups))
+        shape = local_shape(self.parameters[name], rank_coordinates(self.engine.groups))
         for shard in shards_of_range(shape, piece.start, piece.stop):
-            end = begin + shard.elements
+            end = begin + shard.element_count
             for kind, values in states.items():
-                yield Held(kind, name, shard.moved(origin), values.part(begin, end), is_own)
+                yield HeldShard(kind, name, shard.shift_by(origin), values.slice_range(begin, end), is_own)
             begin = end
 
-    def _unchanged(self, name: str, tensor: Tensor) -> Iterator[Held]:
+    def _unchanged_shards(self, name: str, tensor: Tensor) -> Iterator[HeldShard]:
         """Yield the tensors that no update changes: frozen weights, and the bias on the choice of experts."""
-        origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
+        origin = [part.start for part in local_slices(self.parameters[name], rank_coordinates(self.engine.groups))]
         groups = self.engine.groups
         is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in self.parameters[name].divided)
         replicas, holders = (
             (groups.expert_replicas, groups.expert_tensor) if is_of_experts else (groups.replicas, groups.tensor)
         )
-        is_whole = not division(self.parameters[name], coordinates(groups))
+        is_whole = not divided_axes(self.parameters[name], rank_coordinates(groups))
         is_own = not is_whole or holders.rank == 0
-        if sharded_as(tensor) is None:
+        if find_sharding(tensor) is None:
             is_own = is_own and replicas.rank == 0
         for shard, part in local_shards(tensor):
-            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), Whole(part.view(-1)), is_own)
+            yield HeldShard(TensorRole.WEIGHT, name, shard.shift_by(origin), PlainNumbers(part.view(-1)), is_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ class PendingFiles:
         """Seconds for which an update has waited for the copy."""
         return 0.0 if self.copy is None else self.copy.waited_seconds
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the file is written; raises what failed."""
         if not self.writing.done():
             return False
@@ -226,42 +230,42 @@ class _StateFile:
     metadata: Mapping[str, str]
 
 
-def _one_by_one(values: Sequence[Values]) -> Iterator[Tensor]:
-    return map(copied_to_host, values)
+def _copy_one_by_one(values: Sequence[StoredNumbers]) -> Iterator[Tensor]:
+    return map(copy_to_host, values)
 
 
-def _write(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
+def _write_file(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
     # Before the file is opened: an update waits for the copy, which has to be made even if the disk is full.
     copied = tensors()
-    with shard_writer(file.path, file.tensors, file.metadata) as writer:
+    with open_shard_writer(file.path, file.tensors, file.metadata) as writer:
         for entry, tensor in zip(file.tensors, copied, strict=True):
-            writer.put(entry.name, tensor)
+            writer.put_tensor(entry.name, tensor)
         writer.sync()
 
 
-def _name(name: str, parameter: nn.Parameter) -> str:
+def _whole_model_name(name: str, parameter: nn.Parameter) -> str:
     """Return the whole model's name: the last stage of a tied model holds a copy of the first one's embedding."""
     return "embedding.weight" if is_tied_copy(parameter) else name
 
 
-def _index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[StoredShard]]:
+def _read_index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[StoredShard]]:
     """Return every shard of a checkpoint; each rank reads the headers of its share of the files."""
     files = sorted(path.name for path in folder.glob("state-*.safetensors"))
     share = [stored for file in files[world.rank :: world.size] for stored in shards_in(folder, file)]
-    everyones = messages.all_gather(share, _SHARE, world.handle if world.size > 1 else None)
+    all_shards = messages.all_gather_values(share, _SHARE, world.handle if world.size > 1 else None)
     index: dict[tuple[TensorRole, str], list[StoredShard]] = {}
-    for stored in (stored for of_one in everyones for stored in of_one):
+    for stored in (stored for rank_shards in all_shards for stored in rank_shards):
         index.setdefault((stored.kind, stored.name), []).append(stored)
     return index
 
 
-def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[TensorRole, str]]) -> frozenset[str]:
+def _optional_parameters(names: Iterable[str], stored: Iterable[tuple[TensorRole, str]]) -> frozenset[str]:
     """Return the parameters that may be missing in another job's checkpoint, for a job with adapters.
 
     A checkpoint with adapters may lack all other weights: those are the published ones. A checkpoint without adapters
     lacks the adapters, which then start from zero.
     """
-    named = {name for name in ours if is_adapter(name)}
-    if not named:
+    adapter_names = {name for name in names if is_adapter(name)}
+    if not adapter_names:
         return frozenset()
-    return frozenset(ours) - named if any(is_adapter(name) for _, name in stored) else frozenset(named)
+    return frozenset(names) - adapter_names if any(is_adapter(name) for _, name in stored) else frozenset(adapter_names)

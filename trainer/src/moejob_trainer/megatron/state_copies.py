@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
-from moejob_trainer.megatron.master_weights import Values
+from moejob_trainer.megatron.master_weights import StoredNumbers
 
 # Large enough for the full speed of PCIe, and small beside the activations on the GPU: joining 2^23 weights and their
 # remainders to float32 there takes up to 96 MiB, 12 bytes each.
@@ -30,44 +30,44 @@ class StateCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._crossing: Crossing | None = None
+        self._crossing: HostTransfer | None = None
         self._copy: StateCopy | None = None
         self._memory: CopyMemory | None = None
 
-    def prepare(self, values: Sequence[Values]) -> None:
+    def prepare_memory(self, values: Sequence[StoredNumbers]) -> None:
         """Start to allocate memory for copies of these values."""
-        known, room = self._memory, self._room(values)
-        if room is not known:
-            room.take()
+        previous, memory = self._memory, self._copy_memory(values)
+        if memory is not previous:
+            memory.start_allocation()
 
-    def prepared(self) -> None:
+    def wait_for_memory(self) -> None:
         """Wait until the memory is allocated."""
         if self._memory is not None:
             self._memory.wait()
 
-    def begin(self, values: Sequence[Values]) -> StateCopy:
+    def start_copy(self, values: Sequence[StoredNumbers]) -> StateCopy:
         """Return a copy of the present values, for another thread to make.
 
         It takes the memory of the copy before, which must not be in use any more.
         """
-        self.finish()
-        room = self._room(values)
-        self.prepared()
+        self.finish_copy()
+        memory = self._copy_memory(values)
+        self.wait_for_memory()
         if self._device.type == "cuda":
-            self._crossing = self._crossing or Crossing(self._device)
-            self._crossing.follow()
-        self._copy = StateCopy(values, room.copies, self._crossing)
+            self._crossing = self._crossing or HostTransfer(self._device)
+            self._crossing.follow_training()
+        self._copy = StateCopy(values, memory.copies, self._crossing)
         return self._copy
 
-    def finish(self) -> None:
+    def finish_copy(self) -> None:
         """Wait until the copy is made."""
         if self._copy is not None:
             self._copy.wait()
             self._copy = None
 
-    def _room(self, values: Sequence[Values]) -> CopyMemory:
+    def _copy_memory(self, values: Sequence[StoredNumbers]) -> CopyMemory:
         """Return memory for copies of these values: the present memory, if its sizes are the same."""
-        sizes = tuple(CopySize(of.storage.numel(), of.dtype) for of in values)
+        sizes = tuple(CopySize(value.storage.numel(), value.dtype) for value in values)
         if self._memory is None or self._memory.sizes != sizes:
             self._memory = CopyMemory(sizes, self._device)
         return self._memory
@@ -76,18 +76,20 @@ class StateCopies:
 class StateCopy:
     """A copy of some values, in their order."""
 
-    def __init__(self, values: Sequence[Values], copies: Sequence[Tensor], crossing: Crossing | None) -> None:
+    def __init__(
+        self, values: Sequence[StoredNumbers], copies: Sequence[Tensor], crossing: HostTransfer | None
+    ) -> None:
         self._values, self._copies, self._crossing, self._ended = values, copies, crossing, Event()
         # Copies use as many host threads as the rank may; a new thread would use all cores.
         self._threads = torch.get_num_threads()
         # For which the training has waited for this copy.
         self.waited_seconds = 0.0
 
-    def made(self) -> Sequence[Tensor]:
+    def make_copies(self) -> Sequence[Tensor]:
         """Make the copy. The next update waits until this has returned or failed."""
         try:
             torch.set_num_threads(self._threads)
-            self._fill()
+            self._fill_copies()
         finally:
             self._ended.set()
             self._values = ()
@@ -95,21 +97,21 @@ class StateCopy:
 
     def wait(self) -> None:
         """Wait until nothing reads the values any more."""
-        begun = time.monotonic()
+        start_time = time.monotonic()
         self._ended.wait()
-        self.waited_seconds += time.monotonic() - begun
+        self.waited_seconds += time.monotonic() - start_time
 
-    def _fill(self) -> None:
-        for values, into in _parts(self._values, self._copies):
+    def _fill_copies(self) -> None:
+        for values, target in _split_into_parts(self._values, self._copies):
             if self._crossing is not None and values.storage.is_cuda:
-                self._crossing.send(values, into)
+                self._crossing.send_part(values, target)
             else:
-                into.copy_(values.read())
+                target.copy_(values.read())
         if self._crossing is not None:
-            self._crossing.arrive()
+            self._crossing.wait_for_arrival()
 
 
-class Crossing:
+class HostTransfer:
     """A separate stream from a GPU to the host, straight to locked memory or through two locked buffers."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,22 +119,22 @@ class Crossing:
         self._slots = PinnedPart(), PinnedPart()
         self._next = cycle(self._slots)
 
-    def follow(self) -> None:
+    def follow_training(self) -> None:
         """Order later copies behind everything that the training has launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def send(self, values: Values, into: Tensor) -> None:
+    def send_part(self, values: StoredNumbers, target: Tensor) -> None:
         """Send values to the host; another part may still be on its way when this returns."""
         with torch.cuda.stream(self._stream):
-            if into.is_pinned():
-                into.copy_(values.read(), non_blocking=True)
+            if target.is_pinned():
+                target.copy_(values.read(), non_blocking=True)
             else:
-                next(self._next).send(values.read(), into)
+                next(self._next).send_part(values.read(), target)
 
-    def arrive(self) -> None:
+    def wait_for_arrival(self) -> None:
         """Wait until all copies are at their destinations."""
         for slot in self._slots:
-            slot.arrive()
+            slot.wait_for_arrival()
         self._stream.synchronize()
 
 
@@ -144,27 +146,29 @@ class PinnedPart:
         self._sent = torch.cuda.Event()
         self._into: Tensor | None = None
 
-    def send(self, numbers: Tensor, into: Tensor) -> None:
+    def send_part(self, numbers: Tensor, target: Tensor) -> None:
         """Move the part before to its destination, and start to copy the next one to the buffer."""
-        self.arrive()
-        self._pinned(into).copy_(numbers, non_blocking=True)
+        self.wait_for_arrival()
+        self._view_memory(target).copy_(numbers, non_blocking=True)
         self._sent.record()
-        self._into = into
+        self._into = target
 
-    def arrive(self) -> None:
+    def wait_for_arrival(self) -> None:
         """Wait for the numbers in the buffer, and move them to their destination."""
         if self._into is None:
             return
         self._sent.synchronize()
-        self._into.copy_(self._pinned(self._into))
+        self._into.copy_(self._view_memory(self._into))
         self._into = None
 
-    def _pinned(self, like: Tensor) -> Tensor:
+    def _view_memory(self, like: Tensor) -> Tensor:
         return self._memory[: like.numel() * like.element_size()].view(like.dtype)
 
 
-def _parts(values: Sequence[Values], copies: Sequence[Tensor]) -> Iterator[tuple[Values, Tensor]]:
-    for one, copy in zip(values, copies, strict=True):
+def _split_into_parts(
+    values: Sequence[StoredNumbers], copies: Sequence[Tensor]
+) -> Iterator[tuple[StoredNumbers, Tensor]]:
+    for value, copy in zip(values, copies, strict=True):
         for start in range(0, copy.numel(), PART_ELEMENTS):
             stop = min(start + PART_ELEMENTS, copy.numel())
-            yield one.part(start, stop), copy[start:stop]
+            yield value.slice_range(start, stop), copy[start:stop]

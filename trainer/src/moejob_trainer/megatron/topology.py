@@ -13,9 +13,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moejob_api.job.moe import Dispatcher
+from moejob_api.job.moe import DispatcherKind
 from moejob_api.layout.expert_nodes import expert_nodes
-from moejob_api.layout.ranks import RankPlace, place
+from moejob_api.layout.ranks import RankPlace, rank_place
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.distributed.groups import Group, Groups
 
@@ -27,7 +27,7 @@ class WrongTopology(RuntimeError):
     """Megatron numbers ranks otherwise than the plan that was shown to the user."""
 
 
-def start_groups(layout: Layout, dispatcher: Dispatcher) -> Groups:
+def start_groups(layout: Layout, dispatcher: DispatcherKind) -> Groups:
     """Make every group of this rank. All ranks of the world call it."""
     world = dist.get_world_size()
     if world != layout.gpus:
@@ -43,9 +43,9 @@ def start_groups(layout: Layout, dispatcher: Dispatcher) -> Groups:
         distributed_timeout_minutes=int(_PATIENCE.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
-    groups = _groups()
-    _expect(groups, place(layout, dist.get_rank()))
-    return _over_nodes(groups, layout, dispatcher)
+    groups = _megatron_groups()
+    _check_ranks(groups, rank_place(layout, dist.get_rank()))
+    return _add_node_groups(groups, layout, dispatcher)
 
 
 def stop_groups() -> None:
@@ -53,41 +53,45 @@ def stop_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _groups() -> Groups:
+def _megatron_groups() -> Groups:
     return Groups(
-        tensor=_group(parallel_state.get_tensor_model_parallel_group()),
-        context=_group(parallel_state.get_context_parallel_group()),
-        data=_group(parallel_state.get_data_parallel_group()),
-        pipeline=_group(parallel_state.get_pipeline_model_parallel_group()),
-        replicas=_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        expert=_group(parallel_state.get_expert_model_parallel_group()),
-        expert_tensor=_group(parallel_state.get_expert_tensor_parallel_group()),
-        expert_replicas=_group(parallel_state.get_expert_data_parallel_group()),
+        tensor=_wrap_group(parallel_state.get_tensor_model_parallel_group()),
+        context=_wrap_group(parallel_state.get_context_parallel_group()),
+        data=_wrap_group(parallel_state.get_data_parallel_group()),
+        pipeline=_wrap_group(parallel_state.get_pipeline_model_parallel_group()),
+        replicas=_wrap_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=_wrap_group(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=_wrap_group(parallel_state.get_expert_tensor_parallel_group()),
+        expert_replicas=_wrap_group(parallel_state.get_expert_data_parallel_group()),
         world=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
     )
 
 
-def _over_nodes(groups: Groups, layout: Layout, dispatcher: Dispatcher) -> Groups:
+def _add_node_groups(groups: Groups, layout: Layout, dispatcher: DispatcherKind) -> Groups:
     """Add the groups for tokens that visit nodes first, which Megatron does not know."""
     nodes = expert_nodes(layout, dispatcher)
     if nodes is None:
         return groups
-    return replace(groups, expert_across=_own(nodes.across), expert_inside=_own(nodes.inside))
+    return replace(
+        groups,
+        expert_across=_make_local_group(nodes.ranks_across_nodes),
+        expert_inside=_make_local_group(nodes.ranks_inside_node),
+    )
 
 
-def _own(members: Callable[[int], tuple[int, ...]]) -> Group:
+def _make_local_group(members: Callable[[int], tuple[int, ...]]) -> Group:
     """Make the groups of all ranks, on all ranks in the same order, and return this rank's."""
-    every = dict.fromkeys(members(rank) for rank in range(dist.get_world_size()))
-    own, _ = dist.new_subgroups_by_enumeration([[*one] for one in every], timeout=_PATIENCE)
-    return _group(own)
+    memberships = dict.fromkeys(members(rank) for rank in range(dist.get_world_size()))
+    handle, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in memberships], timeout=_PATIENCE)
+    return _wrap_group(handle)
 
 
-def _group(handle: dist.ProcessGroup) -> Group:
+def _wrap_group(handle: dist.ProcessGroup) -> Group:
     size = handle.size()
     return Group(handle.rank(), size, handle) if size > 1 else Group()
 
 
-def _expect(groups: Groups, planned: RankPlace) -> None:
+def _check_ranks(groups: Groups, planned: RankPlace) -> None:
     """Raise WrongTopology for other ranks than planned: training would give a wrong model without an error."""
     places = (
         ("tensor", groups.tensor.rank, planned.tensor),
@@ -98,6 +102,6 @@ def _expect(groups: Groups, planned: RankPlace) -> None:
         ("expert", groups.expert.rank, planned.expert),
         ("expert data", groups.expert_replicas.rank, planned.expert_data),
     )
-    wrong = {name: (made, wanted) for name, made, wanted in places if made != wanted}
-    if wrong:
-        raise WrongTopology(f"rank {planned.rank} has the places {wrong} (made, planned); report this as a bug")
+    differences = {name: (actual, expected) for name, actual, expected in places if actual != expected}
+    if differences:
+        raise WrongTopology(f"rank {planned.rank} has the places {differences} (made, planned); report this as a bug")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moejob_api.job.moe import MoE
 from moejob_api.models.shape import Experts
-from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.collectives import sum_over_group
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.layers.routing import Routing, load
+from moejob_trainer.layers.routing import Routing, expert_load
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.balancing import ExpertBalance
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.runtime.devices import peak_memory_bytes
@@ -37,28 +37,28 @@ class UpdateMetrics:
     groups: Groups
     device: torch.device
 
-    def of(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return the metrics of the last update."""
-        counters, memory = self._counters(), self._memory()
+        counters, memory = self._layer_counters(), self._peak_memory()
         # Every rank counts its own tokens in its own layers.
-        flat = total(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
+        flat = sum_over_group(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
         layers = flat[: counters.numel()].view(counters.shape)
         peak = {"peakMemoryBytes": flat[counters.numel() :].max().item()}
-        return peak if self.model.routing is None else peak | self._routing(layers, self.model.routing)
+        return peak if self.model.routing is None else peak | self._routing_metrics(layers, self.model.routing)
 
-    def _routing(self, layers: Tensor, routing: Routing) -> dict[str, float]:
+    def _routing_metrics(self, layers: Tensor, routing: Routing) -> dict[str, float]:
         """Return the metrics of routing from counters [layers, E + sums]."""
-        found = load(layers[:, :-_SUMS])
-        worst = int(found.imbalance.argmax())
+        loads = expert_load(layers[:, :-_SUMS])
+        worst = int(loads.imbalance.argmax())
         # Counted, not tokens times layers: MTP modules have fewer tokens.
         decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
         numbers = {
             "balancingLoss": layers[:, _LOSS].sum().item(),
             "routerEntropy": layers[:, _ENTROPY].sum().item() / decisions,
-            "expertImbalance": found.imbalance.mean().item(),
-            "worstExpertImbalance": found.imbalance[worst].item(),
+            "expertImbalance": loads.imbalance.mean().item(),
+            "worstExpertImbalance": loads.imbalance[worst].item(),
             "worstExpertLayer": self._moe_layers()[worst],
-            "idleExperts": int(found.idle_experts.sum()),
+            "idleExperts": int(loads.idle_experts.sum()),
         }
         if self.moe.capacity_factor is not None:
             numbers["dropRate"] = layers[:, _DROPPED].sum().item() / (decisions * routing.per_token)
@@ -66,17 +66,17 @@ class UpdateMetrics:
             numbers["routingDisagreement"] = layers[:, _DIFFERING].sum().item() / replayed
         return numbers
 
-    def _counters(self) -> Tensor:
+    def _layer_counters(self) -> Tensor:
         """This rank's share of [layers, E + sums], over all layers of the model that have experts."""
         places = self._moe_layers()
         experts = 0 if self.model.routing is None else self.model.routing.experts
         counters = torch.zeros((len(places), experts + _SUMS), dtype=torch.float64, device=self.device)
-        for layer, balance in self._balances():
+        for layer, balance in self._layer_balances():
             sums = torch.stack([balance.loss, balance.dropped, balance.entropy, balance.replayed, balance.differing])
             counters[places.index(layer)] = torch.cat([balance.load, sums])
         return counters
 
-    def _memory(self) -> Tensor:
+    def _peak_memory(self) -> Tensor:
         """Return one place for each rank, of which this rank fills its own: the sum then has all of them."""
         memory = torch.zeros(self.groups.world.size, dtype=torch.float64, device=self.device)
         memory[self.groups.world.rank] = peak_memory_bytes(self.device)
@@ -86,7 +86,7 @@ class UpdateMetrics:
         layers = (*self.model.shape.layers, *self.model.shape.mtp_layers)
         return [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
 
-    def _balances(self) -> Iterator[tuple[int, Balance]]:
+    def _layer_balances(self) -> Iterator[tuple[int, ExpertBalance]]:
         for stage in self.stages:
             for index, layer in stage.numbered_layers():
                 moe = getattr(layer, "moe", None)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moejob_trainer.conversion.families import Table
+from moejob_trainer.conversion.families import TensorTable
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.loading import Source, import_weights
+from moejob_trainer.conversion.loading import PublishedCheckpoint, import_weights
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.megatron.shares import local_shards, sharded_as, whole
-from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
+from moejob_trainer.megatron.shares import find_sharding, gather_whole_tensor, local_shards
+from moejob_trainer.model.adapters import Adapter, initialise_factor, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices
 from moejob_trainer.model.stage import Stage
 
@@ -26,7 +26,7 @@ def model_groups(groups: Groups, control: ProcessGroup | None = None) -> ModelGr
     return ModelGroups(control, groups.tensor.handle, groups.expert.handle, groups.expert_tensor.handle)
 
 
-def coordinates(groups: Groups) -> Coordinates:
+def rank_coordinates(groups: Groups) -> Coordinates:
     """Return the coordinates of this rank in the groups that divide parameters."""
     return model_groups(groups).coordinates
 
@@ -43,7 +43,7 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
     return named
 
 
-def load_pretrained(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
+def load_pretrained(stages: Sequence[Stage], source: PublishedCheckpoint, groups: Groups) -> None:
     """Read this rank's part of a published checkpoint; adapters stay as they are."""
     read_weights(base_weights(stages), source, groups)
 
@@ -56,25 +56,25 @@ def forget_weights(stages: Sequence[Stage]) -> None:
                 tensor.fill_(torch.nan)
 
 
-def read_weights(weights: Mapping[str, Tensor], source: Source, groups: Groups) -> None:
+def read_weights(weights: Mapping[str, Tensor], source: PublishedCheckpoint, groups: Groups) -> None:
     """Read this rank's part of some tensors, whole ones and shares."""
-    here = coordinates(groups)
-    import_weights({name: tensor for name, tensor in weights.items() if sharded_as(tensor) is None}, source, here)
+    place = rank_coordinates(groups)
+    import_weights({name: tensor for name, tensor in weights.items() if find_sharding(tensor) is None}, source, place)
     for name, tensor in weights.items():
-        sharded = sharded_as(tensor)
+        sharded = find_sharding(tensor)
         if sharded is not None:
-            parameter = _declared(name, sharded.shape, source.table, here)
-            origin = [part.start for part in local_slices(parameter, here)]
+            parameter = _find_parameter(name, sharded.shape, source.table, place)
+            origin = [part.start for part in local_slices(parameter, place)]
             for shard, part in local_shards(tensor):
-                source.fill(part, parameter, shard.moved(origin).slices)
+                source.fill_tensor(part, parameter, shard.shift_by(origin).index_slices)
                 # A float32 share starts from the rounded weight, like the whole weight of other layouts.
                 part.copy_(part.to(sharded.dtype))
 
 
-def _declared(name: str, shape: tuple[int, ...], table: Table, here: Coordinates) -> Parameter:
+def _find_parameter(name: str, shape: tuple[int, ...], table: TensorTable, place: Coordinates) -> Parameter:
     parameter = table.by_name.get(name)
-    if parameter is None or local_shape(parameter, here) != shape:
-        raise ValueError(f"{name} of {shape} is no parameter of this {table.shape.family} model at {here}")
+    if parameter is None or local_shape(parameter, place) != shape:
+        raise ValueError(f"{name} of {shape} is no parameter of this {table.shape.family} model at {place}")
     return parameter
 
 
@@ -90,29 +90,29 @@ def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 def whole_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
     """Return the weights as they compute. All replicas read them in the same order: each read is a gather."""
-    return _Whole(base_weights(stages))
+    return _WholeWeights(base_weights(stages))
 
 
 def whole_adapters(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
     """Return the adapters alone, in the same way."""
-    return _Whole(adapter_weights(stages))
+    return _WholeWeights(adapter_weights(stages))
 
 
 def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
     """Return the weights with their adapters added, in the same way."""
     base = whole_weights(stages)
-    products = {name: adapter for stage in stages for name, adapter in _adapters(stage)}
-    return _Merged(base, products) if products else base
+    products = {name: adapter for stage in stages for name, adapter in _stage_adapters(stage)}
+    return _MergedWeights(base, products) if products else base
 
 
-class _Whole(Mapping[str, Tensor]):
+class _WholeWeights(Mapping[str, Tensor]):
     """Gathers a weight when it is read: memory has room for one whole weight at a time."""
 
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self._held = held
+    def __init__(self, local_weights: Mapping[str, Tensor]) -> None:
+        self._held = local_weights
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._held[name])
+        return gather_whole_tensor(self._held[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -121,7 +121,7 @@ class _Whole(Mapping[str, Tensor]):
         return len(self._held)
 
 
-class _Merged(Mapping[str, Tensor]):
+class _MergedWeights(Mapping[str, Tensor]):
     """Adds an adapter when its weight is read: memory has room for one sum at a time."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Mapping[str, Adapter]) -> None:
@@ -133,7 +133,7 @@ class _Merged(Mapping[str, Tensor]):
             return self._base[name]
         if self._last is None or self._last[0] != name:
             weight = self._base[name]
-            product = self._adapters[name].product(whole)
+            product = self._adapters[name].delta_weight(gather_whole_tensor)
             self._last = name, (weight.float() + product.float()).to(weight.dtype)
         return self._last[1]
 
@@ -144,7 +144,7 @@ class _Merged(Mapping[str, Tensor]):
         return len(self._base)
 
 
-def _adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
+def _stage_adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
     for owner, module in stage.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Adapter):
@@ -152,16 +152,18 @@ def _adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
                 yield f"{owner}.{last}", value
 
 
-def start_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], groups: Groups, seed: int) -> None:
+def initialise_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], groups: Groups, seed: int) -> None:
     """Fresh adapters, which add nothing yet; every layout starts with the same ones."""
-    here, named = coordinates(groups), adapter_weights(stages)
+    place, named = rank_coordinates(groups), adapter_weights(stages)
     with torch.no_grad():
         for parameter in declared:
             if parameter.name in named:
-                _begin(named[parameter.name], fresh(parameter, local_slices(parameter, here), seed))
+                _set_local_part(
+                    named[parameter.name], initialise_factor(parameter, local_slices(parameter, place), seed)
+                )
 
 
-def initialise(
+def initialise_weights(
     stages: Sequence[Stage],
     parameters: Sequence[Parameter],
     groups: Groups,
@@ -173,27 +175,27 @@ def initialise(
     Each tensor is made whole and cut. The host takes seconds for each hundred million numbers, so this is for small
     models: the one that comes with moejob, and those of tests. A GPU is faster and draws other numbers.
     """
-    here = coordinates(groups)
+    place = rank_coordinates(groups)
     named = named_weights(stages)
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
-                everything = _fresh(parameter, seed + number, device)
-                _begin(named[parameter.name], everything[local_slices(parameter, here)])
+                values = _initial_values(parameter, seed + number, device)
+                _set_local_part(named[parameter.name], values[local_slices(parameter, place)])
 
 
-def _begin(tensor: Tensor, everything: Tensor) -> None:
+def _set_local_part(tensor: Tensor, values: Tensor) -> None:
     """Set a rank's part of a tensor to values rounded to the type that computes.
 
     Else the first steps would depend on the layout: a float32 share would keep bits that a bfloat16 weight lacks.
     """
-    sharded = sharded_as(tensor)
-    rounded = everything if sharded is None else everything.to(sharded.dtype)
+    sharded = find_sharding(tensor)
+    rounded = values if sharded is None else values.to(sharded.dtype)
     for shard, part in local_shards(tensor):
-        part.copy_(rounded[shard.slices])
+        part.copy_(rounded[shard.index_slices])
 
 
-def _fresh(parameter: Parameter, seed: int, device: torch.device) -> Tensor:
+def _initial_values(parameter: Parameter, seed: int, device: torch.device) -> Tensor:
     owner, _, last = parameter.name.rpartition(".")
     if owner.endswith("norm"):
         return torch.ones(parameter.shape, device=device)

@@ -21,26 +21,26 @@ def import_megatron() -> None:
     """Import Megatron. Later imports find its modules in sys.modules."""
     # Apex and Transformer Engine are never used here, at later imports either. Other warnings of Megatron stay.
     warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
-    with _nothing_compiled(), _absent("wandb"):
+    with _without_compile(), _hide_package("wandb"):
         import megatron.core  # noqa: F401, PLC0415
 
 
 @contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    compiling = torch.compile
+def _without_compile() -> Iterator[None]:
+    torch_compile = torch.compile
 
-    def plain(function: Compiled) -> Compiled:
+    def keep_uncompiled(function: Compiled) -> Compiled:
         return function
 
-    torch.compile = plain  # type: ignore[assignment]
+    torch.compile = keep_uncompiled  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.compile = compiling
+        torch.compile = torch_compile
 
 
 @contextmanager
-def _absent(name: str) -> Iterator[None]:
+def _hide_package(name: str) -> Iterator[None]:
     """Make the import of a package fail meanwhile, unless it is imported already."""
     if name in sys.modules:
         yield

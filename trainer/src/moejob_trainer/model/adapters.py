@@ -29,7 +29,7 @@ dropout_key: ContextVar[tuple[int, int]] = ContextVar("dropout_key", default=(0,
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class AdaptedMatrix:
     """The published matrices in a parameter: which axes count them, and how many are inputs."""
 
     target: LoraTarget
@@ -38,23 +38,23 @@ class Matrix:
 
 
 MATRICES = {
-    "attention.query.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
-    "attention.key_value.weight": Matrix(LoraTarget.QUERY_KEY_VALUE, stack=(1,)),
-    "attention.query_down.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
-    "attention.query_up.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
-    "attention.key_value_down.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
-    "attention.key_value_up.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
-    "attention.output.weight": Matrix(LoraTarget.ATTENTION_OUTPUT, inputs=2),
-    "mlp.gate_up.weight": Matrix(LoraTarget.GATE_UP, stack=(0,)),
-    "mlp.down.weight": Matrix(LoraTarget.DOWN),
-    "moe.shared.gate_up.weight": Matrix(LoraTarget.GATE_UP, stack=(0,)),
-    "moe.shared.down.weight": Matrix(LoraTarget.DOWN),
-    "moe.experts.gate_up": Matrix(LoraTarget.EXPERT_GATE_UP, stack=(0, 1)),
-    "moe.experts.down": Matrix(LoraTarget.EXPERT_DOWN, stack=(0,)),
+    "attention.query.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE, stack=(1,)),
+    "attention.query_down.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.query_up.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value_down.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value_up.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.output.weight": AdaptedMatrix(LoraTarget.ATTENTION_OUTPUT, inputs=2),
+    "mlp.gate_up.weight": AdaptedMatrix(LoraTarget.GATE_UP, stack=(0,)),
+    "mlp.down.weight": AdaptedMatrix(LoraTarget.DOWN),
+    "moe.shared.gate_up.weight": AdaptedMatrix(LoraTarget.GATE_UP, stack=(0,)),
+    "moe.shared.down.weight": AdaptedMatrix(LoraTarget.DOWN),
+    "moe.experts.gate_up": AdaptedMatrix(LoraTarget.EXPERT_GATE_UP, stack=(0, 1)),
+    "moe.experts.down": AdaptedMatrix(LoraTarget.EXPERT_DOWN, stack=(0,)),
 }
 
 
-def matrix_of(name: str, lora: Lora) -> Matrix | None:
+def find_matrix(name: str, lora: Lora) -> AdaptedMatrix | None:
     """Return the kind of matrix that a parameter of a layer is, if it gets an adapter."""
     match name.split(".", 2):
         case ["layers", _, suffix] if suffix in MATRICES and MATRICES[suffix].target in lora.targets:
@@ -74,22 +74,22 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def adapters(parameters: Iterable[Parameter], lora: Lora) -> tuple[Parameter, ...]:
+def adapter_parameters(parameters: Iterable[Parameter], lora: Lora) -> tuple[Parameter, ...]:
     """The adapters of a model's parameters."""
     return tuple(
         adapter
         for parameter in parameters
-        if (matrix := matrix_of(parameter.name, lora)) is not None
-        for adapter in _adapter(parameter, matrix, lora.rank)
+        if (matrix := find_matrix(parameter.name, lora)) is not None
+        for adapter in _factor_parameters(parameter, matrix, lora.rank)
     )
 
 
-def _adapter(weight: Parameter, matrix: Matrix, rank: int) -> Iterator[Parameter]:
+def _factor_parameters(weight: Parameter, matrix: AdaptedMatrix, rank: int) -> Iterator[Parameter]:
     first_input = len(weight.shape) - matrix.inputs
     names = adapter_names(weight.name)
     # The rank stands before the inputs in A, and in their place in B.
-    kept = {A: [*matrix.stack, None, *range(first_input, len(weight.shape))], B: [*range(first_input), None]}
-    for name, axes in zip(names, kept.values(), strict=True):
+    factor_axes = {A: [*matrix.stack, None, *range(first_input, len(weight.shape))], B: [*range(first_input), None]}
+    for name, axes in zip(names, factor_axes.values(), strict=True):
         yield Parameter(
             name=name,
             shape=tuple(rank if axis is None else weight.shape[axis] for axis in axes),
@@ -106,17 +106,17 @@ class DropoutMask:
     seed: int
     rate: float
 
-    def dropped(self, x: Tensor, part: int = 0) -> Tensor:
+    def apply_dropout(self, x: Tensor, part: int = 0) -> Tensor:
         """Zero a part of the inputs and scale up the others, while gradients are computed."""
         if not self.rate or not torch.is_grad_enabled():
             return x
-        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, part, *dropout_key.get()))
-        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.rate
-        return x * kept / (1.0 - self.rate)
+        generator = torch.Generator(x.device).manual_seed(derive_seed(self.seed, self.name, part, *dropout_key.get()))
+        is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.rate
+        return x * is_kept / (1.0 - self.rate)
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class AdapterFactor:
     """One of an adapter's two matrices, which belongs to the module that owns the adapted one.
 
     It is looked up again whenever it is needed: replicas that divide weights put others in its place, with fewer axes.
@@ -129,8 +129,8 @@ class Factor:
     @property
     def parameter(self) -> nn.Parameter:
         """As the module holds it for now."""
-        found: nn.Parameter = getattr(self.owner, self.name)
-        return found
+        matrix: nn.Parameter = getattr(self.owner, self.name)
+        return matrix
 
     @property
     def weight(self) -> Tensor:
@@ -141,7 +141,9 @@ class Factor:
 class Adapter:
     """A low-rank adapter beside one matrix."""
 
-    def __init__(self, a: Factor, b: Factor, matrix: Matrix, scale: float, mask: DropoutMask) -> None:
+    def __init__(
+        self, a: AdapterFactor, b: AdapterFactor, matrix: AdaptedMatrix, scale: float, mask: DropoutMask
+    ) -> None:
         self.factors, self.matrix, self.scale, self.mask = (a, b), matrix, scale, mask
         self.rank = a.shape[len(matrix.stack)]
 
@@ -155,24 +157,24 @@ class Adapter:
         """The matrix that makes the outputs. [*outputs, rank]"""
         return self.factors[1].weight
 
-    def added(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
+    def apply(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
         """Return the adapter's part of the product of a matrix with x. [t, *inputs] -> [t, *outputs]
 
         `between` takes the narrow rows between the two matrices elsewhere; `part` differs between parts of a row.
         """
-        x = self.mask.dropped(x.flatten(1), part)
+        x = self.mask.apply_dropout(x.flatten(1), part)
         count = math.prod(self.a.shape[: len(self.matrix.stack)])
         narrow = functional.linear(x, self.a.view(count * self.rank, -1))
         narrow = narrow if between is None else between(narrow)
         if not self.matrix.stack:
-            return self.scale * _widened(narrow, self.b)
+            return self.scale * _multiply_by_b(narrow, self.b)
         (axis,) = self.matrix.stack
         pairs = zip(narrow.split(self.rank, dim=1), self.b.unbind(axis), strict=True)
-        return self.scale * torch.stack([_widened(rows, b) for rows, b in pairs], dim=axis + 1)
+        return self.scale * torch.stack([_multiply_by_b(rows, b) for rows, b in pairs], dim=axis + 1)
 
-    def added_by_experts(self, rows: Tensor, bounds: Tensor) -> Tensor:
+    def apply_to_experts(self, rows: Tensor, bounds: Tensor) -> Tensor:
         """The same for rows sorted by expert, bounds as `grouped_linear` has them. [r, inputs] -> [r, *outputs]"""
-        rows = self.mask.dropped(rows)
+        rows = self.mask.apply_dropout(rows)
         if len(self.matrix.stack) == 1:
             return self.scale * grouped_linear(grouped_linear(rows, self.a, bounds), self.b, bounds)
         pairs = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
@@ -180,39 +182,39 @@ class Adapter:
             [grouped_linear(grouped_linear(rows, a, bounds), b, bounds) for a, b in pairs], 1
         )
 
-    def product(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def delta_weight(self, gather_whole: Callable[[Tensor], Tensor]) -> Tensor:
         """scale * B A, in the shape of the matrix; `whole` puts a parameter together that replicas divide."""
-        a, b = (whole(factor.parameter).view(factor.shape) for factor in self.factors)
+        a, b = (gather_whole(factor.parameter).view(factor.shape) for factor in self.factors)
         inputs = a.shape[len(self.matrix.stack) + 1 :]
         a = a.flatten(len(self.matrix.stack) + 1)
         # Stacked axes lead in A; in B they stand where they do in the matrix.
         b = b.movedim(self.matrix.stack, tuple(range(len(self.matrix.stack))))
         outputs = b.shape[len(self.matrix.stack) : -1]
-        together = (b.flatten(len(self.matrix.stack), -2) @ a).unflatten(-2, outputs).unflatten(-1, inputs)
-        return self.scale * together.movedim(tuple(range(len(self.matrix.stack))), self.matrix.stack)
+        stacked = (b.flatten(len(self.matrix.stack), -2) @ a).unflatten(-2, outputs).unflatten(-1, inputs)
+        return self.scale * stacked.movedim(tuple(range(len(self.matrix.stack))), self.matrix.stack)
 
 
-def _widened(narrow: Tensor, b: Tensor) -> Tensor:
+def _multiply_by_b(narrow: Tensor, b: Tensor) -> Tensor:
     return functional.linear(narrow, b.flatten(0, -2)).view(len(narrow), *b.shape[:-1])
 
 
-def seed_of(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A seed that depends on all of these and on nothing else."""
     return zlib.crc32(" ".join(map(str, parts)).encode())
 
 
-def fresh(parameter: Parameter, held: Sequence[slice], seed: int) -> Tensor:
+def initialise_factor(parameter: Parameter, local_slices: Sequence[slice], seed: int) -> Tensor:
     """Return a rank's part of a new adapter: B is zero, and A the same whatever the layout, sampled as PEFT does."""
     shape = parameter.shape
     inputs = shape[-MATRICES[_weight_suffix(parameter.name)].inputs :]
     if parameter.name.endswith(B):
-        return torch.zeros([part.stop - part.start for part in held])
+        return torch.zeros([part.stop - part.start for part in local_slices])
     # Expert by expert: a rank holds few of hundreds, and samples only those.
     if ".experts." not in parameter.name:
-        return _uniform(shape, seed_of(seed, parameter.name), inputs)[tuple(held)]
-    first, *rest = held
+        return _sample_uniform(shape, derive_seed(seed, parameter.name), inputs)[tuple(local_slices)]
+    first, *other_slices = local_slices
     experts = [
-        _uniform(shape[1:], seed_of(seed, parameter.name, expert), inputs)[tuple(rest)]
+        _sample_uniform(shape[1:], derive_seed(seed, parameter.name, expert), inputs)[tuple(other_slices)]
         for expert in range(first.start, first.stop)
     ]
     return torch.stack(experts)
@@ -223,6 +225,6 @@ def _weight_suffix(adapter: str) -> str:
     return suffix.removesuffix("_") if suffix.endswith("_") else f"{suffix}weight"
 
 
-def _uniform(shape: Sequence[int], seed: int, inputs: Sequence[int]) -> Tensor:
+def _sample_uniform(shape: Sequence[int], seed: int, inputs: Sequence[int]) -> Tensor:
     reach = torch.Size(inputs).numel() ** -0.5
     return (torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) * 2 - 1) * reach

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from moejob_api.derived import trained_shape
 from moejob_api.job.job import Spec
 from moejob_api.models.families import shape_of
-from moejob_api.models.reader import refused
+from moejob_api.models.reader import model_error
 from moejob_api.models.shape import Family, LatentAttention, ModelShape
 from moejob_api.problems import Rule
 from moejob_trainer.layers.rotary import (
@@ -43,59 +43,59 @@ class Architecture:
     gate_limit: float | None = None
 
 
-def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
+def read_architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
     """The architecture that a parsed config.json describes; InvalidSpec where it cannot be trained."""
     shape = shape_of(config, origin)
-    known = _known(config, origin)
+    hf_config = _read_hf_config(config, origin)
     return Architecture(
         shape=shape,
-        norm_epsilon=known.rms_norm_eps,
-        rotary=_rotary(shape, known),
-        routing=_routing(shape, known),
-        attention_scale=_attention_scale(shape, known),
-        gate_limit=getattr(known, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
+        norm_epsilon=hf_config.rms_norm_eps,
+        rotary=_make_rotary(shape, hf_config),
+        routing=_make_routing(shape, hf_config),
+        attention_scale=_attention_scale(shape, hf_config),
+        gate_limit=getattr(hf_config, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
     )
 
 
-def _known(config: Mapping[str, Any], origin: str) -> PretrainedConfig:
+def _read_hf_config(config: Mapping[str, Any], origin: str) -> PretrainedConfig:
     """The config as Transformers reads it, with a value for every key of its family."""
     try:
         return AutoConfig.for_model(**config)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise refused(Rule.MODEL_CONFIG, f"{origin}: Transformers cannot read it: {error}") from error
+        raise model_error(Rule.MODEL_CONFIG, f"{origin}: Transformers cannot read it: {error}") from error
 
 
-def as_trained(model: Architecture, spec: Spec) -> Architecture:
+def trained_architecture(model: Architecture, spec: Spec) -> Architecture:
     """The model without what a job does not train and does not need."""
     return replace(model, shape=trained_shape(model.shape, spec))
 
 
 def _head_dim(shape: ModelShape) -> int:
-    attention = next(shape.attentions())
+    attention = next(shape.attention_kinds())
     if isinstance(attention, LatentAttention):
         return attention.nope_dim + attention.rope_dim
     return getattr(attention, "head_dim", 0)
 
 
-def _rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
+def _make_rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
     parameters = config.rope_parameters
     return Rotary(
         dim=_rotary_dim(shape, parameters),
         theta=float(parameters["rope_theta"]),
-        scaling=_scaling(parameters, config.max_position_embeddings),
+        scaling=_make_scaling(parameters, config.max_position_embeddings),
         # DeepSeek-V2's code turns neighbouring elements always, DeepSeek-V3's when its config says so.
         interleaved=shape.family is Family.DEEPSEEK_V2 or bool(getattr(config, "rope_interleave", False)),
     )
 
 
 def _rotary_dim(shape: ModelShape, parameters: Mapping[str, Any]) -> int:
-    attention = next(shape.attentions())
+    attention = next(shape.attention_kinds())
     if isinstance(attention, LatentAttention):
         return attention.rope_dim
     return int(_head_dim(shape) * parameters.get("partial_rotary_factor", 1.0))
 
 
-def _scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | None:
+def _make_scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | None:
     match parameters["rope_type"]:
         case "default":
             return None
@@ -119,22 +119,22 @@ def _scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | None:
                 attention_factor=parameters.get("attention_factor"),
                 truncate=parameters.get("truncate", True),
             )
-        case other:
+        case rope_type:
             # Ignored, it would train another model without an error.
-            raise NotImplementedError(f"rope_type {other}, which the gate refuses")
+            raise NotImplementedError(f"rope_type {rope_type}, which the gate refuses")
 
 
 def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
     scale = float(_head_dim(shape) ** -0.5)
     parameters = config.rope_parameters
-    if not isinstance(next(shape.attentions()), LatentAttention) or parameters["rope_type"] == "default":
+    if not isinstance(next(shape.attention_kinds()), LatentAttention) or parameters["rope_type"] == "default":
         return scale
     # For latent attention, what a longer context puts on logits is part of the scale.
     mscale = parameters.get("mscale_all_dim") or 0.0
     return scale * yarn_mscale(parameters["factor"], mscale) ** 2 if mscale else scale
 
 
-def _routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None:
+def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None:
     experts = shape.experts
     if experts is None:
         return None

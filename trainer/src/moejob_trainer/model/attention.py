@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import GroupedAttention
-from moejob_trainer.layers.attention import attended
+from moejob_trainer.layers.attention import compute_attention
 from moejob_trainer.layers.norm import RMSNorm
-from moejob_trainer.layers.rotary import rotated
+from moejob_trainer.layers.rotary import rotate_heads
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.recompute import maybe_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.shape, self.share, self.settings = shape, share, settings
         epsilon = settings.epsilon
         dim = shape.head_dim
-        self.heads = share.divided(shape.heads, "attention heads")
+        self.heads = share.local_size(shape.heads, "attention heads")
         # Fewer groups than ranks: every rank holds all keys and values and uses those of its own heads.
         self.is_replicated = shape.key_value_heads % share.group.size != 0
         groups = shape.key_value_heads if self.is_replicated else shape.key_value_heads // share.group.size
@@ -43,9 +43,9 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
         self.key_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
         self.sinks = nn.Parameter(self.query.weight.new_empty(self.heads)) if shape.sinks else None
-        self._mark()
+        self._mark_replicas()
 
-    def _mark(self) -> None:
+    def _mark_replicas(self) -> None:
         norms = [norm.weight for norm in (self.query_norm, self.key_norm) if norm is not None]
         replicas = [*self.key_value.parameters()] if self.is_replicated else []
         for parameter in (*norms, *replicas):
@@ -53,16 +53,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
-        query, key_value = self.share.into(x, self.query, self.key_value)
+        query, key_value = self.share.multiply_columns(x, self.query, self.key_value)
         key, value = self._own_groups(key_value).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotated(x, packed.cosine, packed.sine, interleaved=packed.interleaved) for x in (query, key))
-        again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
-        return self.output(recomputed(again, self._attended, query, key, value, packed))
+        query, key = (rotate_heads(x, packed.cosine, packed.sine, interleaved=packed.interleaved) for x in (query, key))
+        recomputes_core = RecomputeModule.CORE_ATTENTION in self.settings.recompute
+        return self.output(maybe_recompute(recomputes_core, self._compute_attention, query, key, value, packed))
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
-        return attended(
+    def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
+        return compute_attention(
             query,
             key,
             value,

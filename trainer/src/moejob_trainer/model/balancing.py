@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from moejob_api.job.moe import Balancing, MoE
-from moejob_trainer.distributed.collectives import total
+from moejob_api.job.moe import BalancingMethod, MoE
+from moejob_trainer.distributed.collectives import sum_over_group
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.routing import (
     Routing,
@@ -35,9 +35,9 @@ from moejob_trainer.layers.routing import (
     z_loss,
 )
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.recompute import computes_again
+from moejob_trainer.model.recompute import is_recomputing
 
-_WITH_LOSS = (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS, Balancing.GLOBAL_AUX_LOSS)
+_WITH_LOSS = (BalancingMethod.AUX_LOSS, BalancingMethod.SEQ_AUX_LOSS, BalancingMethod.GLOBAL_AUX_LOSS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class GlobalBatch:
     documents: int = 1
 
 
-class Balance(nn.Module):
+class ExpertBalance(nn.Module):
     """The load of one layer's experts since the last update of the weights."""
 
     load: Tensor
@@ -62,72 +62,72 @@ class Balance(nn.Module):
     replayed: Tensor
     differing: Tensor
 
-    def __init__(self, routing: Routing, moe: MoE, balancing: Balancing, groups: Groups) -> None:
+    def __init__(self, routing: Routing, moe: MoE, balancing: BalancingMethod, groups: Groups) -> None:
         super().__init__()
         self.routing, self.moe, self.groups = routing, moe, groups
-        self.balancing, self.coefficient = _loss_beside(balancing, moe)
+        self.balancing, self.coefficient = _choose_loss(balancing, moe)
         self.batch = GlobalBatch()
         # Choices of the whole global batch, where they are counted before it is trained on. [E]
         self.counted: Tensor | None = None
         # By the number of the micro batch: what is computed again needs no second sum over ranks.
-        self._seen: dict[int, Tensor] = {}
+        self._summed_counts: dict[int, Tensor] = {}
         sizes = {"load": (routing.experts,), "dropped": (), "loss": (), "entropy": (), "replayed": (), "differing": ()}
         for name, size in sizes.items():
             self.register_buffer(name, torch.zeros(size, dtype=torch.float32), persistent=False)
 
     @property
-    def counts_first(self) -> bool:
+    def needs_counts_first(self) -> bool:
         """The loss needs the choices of the whole global batch before the first backward pass."""
-        return self.balancing is Balancing.GLOBAL_AUX_LOSS
+        return self.balancing is BalancingMethod.GLOBAL_AUX_LOSS
 
-    def begin(self, batch: GlobalBatch) -> None:
+    def start_batch(self, batch: GlobalBatch) -> None:
         """A new global batch: nothing has been seen of it."""
-        self.batch, self.counted, self._seen = batch, None, {}
-        self._reset()
+        self.batch, self.counted, self._summed_counts = batch, None, {}
+        self._reset_counters()
 
     def finish_counting(self) -> None:
         """Keep the choices that were counted on all ranks; training counts from zero."""
-        self.counted = total(total(self.load.clone(), self.groups.tensor), self.groups.replicas)
-        self._reset()
+        self.counted = sum_over_group(sum_over_group(self.load.clone(), self.groups.tensor), self.groups.replicas)
+        self._reset_counters()
 
-    def _reset(self) -> None:
+    def _reset_counters(self) -> None:
         for counter in (self.load, self.dropped, self.loss, self.entropy, self.replayed, self.differing):
             counter.zero_()
 
-    def watched(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, packed: PackedBatch) -> Tensor:
+    def attach_losses(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, packed: PackedBatch) -> Tensor:
         """The probabilities, with the balancing losses attached to them."""
         if packed.counts_choices:
-            self.load += self._counts(chosen, packed).sum(0)
+            self.load += self._count_choices(chosen, packed).sum(0)
         if not torch.is_grad_enabled():
             return probabilities
-        counts = self._counts(chosen, packed)
-        loss = self._loss(logits, counts, packed)
-        if not computes_again():
+        counts = self._count_choices(chosen, packed)
+        loss = self._compute_loss(logits, counts, packed)
+        if not is_recomputing():
             self.load += counts[0] if len(counts) == 1 else counts.sum(0)
             if loss is not None:
                 self.loss += loss.detach()
             self.entropy += routing_entropy(logits, self.routing, packed.is_real)
-        return probabilities if loss is None else _attached(probabilities, loss)
+        return probabilities if loss is None else _attach_loss(probabilities, loss)
 
     def count_dropped(self, chosen: Tensor, packed: PackedBatch) -> None:
         """Count the choices that became one of none."""
-        if torch.is_grad_enabled() and not computes_again():
+        if torch.is_grad_enabled() and not is_recomputing():
             self.dropped += ((chosen == self.routing.experts) & packed.is_real.unsqueeze(-1)).sum()
 
-    def count_replayed(self, own: Tensor, chosen: Tensor, is_known: Tensor) -> None:
+    def count_replayed(self, router_choices: Tensor, chosen: Tensor, is_known: Tensor) -> None:
         """Count the choices that were replayed, and how many of them the router has not made itself. [t, k] each"""
-        if torch.is_grad_enabled() and not computes_again():
-            is_own = (chosen.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+        if torch.is_grad_enabled() and not is_recomputing():
+            is_router_choice = (chosen.unsqueeze(-1) == router_choices.unsqueeze(-2)).any(-1)
             self.replayed += is_known.sum()
-            self.differing += (is_known & ~is_own).sum()
+            self.differing += (is_known & ~is_router_choice).sum()
 
-    def _counts(self, chosen: Tensor, packed: PackedBatch) -> Tensor:
+    def _count_choices(self, chosen: Tensor, packed: PackedBatch) -> Tensor:
         """Choices of the tokens here, by document where these are balanced one by one. [documents or 1, E]"""
-        by_document = self.balancing in (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS)
+        by_document = self.balancing in (BalancingMethod.AUX_LOSS, BalancingMethod.SEQ_AUX_LOSS)
         documents, segments = (len(packed.documents.lengths), packed.segments) if by_document else (1, None)
         return document_counts(chosen, segments, documents, self.routing.experts, packed.is_real)
 
-    def _loss(self, logits: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor | None:
+    def _compute_loss(self, logits: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor | None:
         if self.balancing not in _WITH_LOSS and not self.moe.z_loss_coefficient:
             return None
         loss = logits.new_zeros((), dtype=torch.float32)
@@ -141,39 +141,41 @@ class Balance(nn.Module):
     def _balancing_loss(self, scores: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor:
         """Return the part of the tokens here in the mean over the global batch."""
         per_token = self.routing.per_token
-        if self.balancing is Balancing.GLOBAL_AUX_LOSS:
+        if self.balancing is BalancingMethod.GLOBAL_AUX_LOSS:
             if self.counted is None:
                 raise RuntimeError("the choices of the global batch were not counted before it was trained on")
             return switch_loss(scores, self.counted, self.batch.tokens, per_token)
-        counts = self._of_whole_documents(counts, packed)
+        counts = self._sum_document_counts(counts, packed)
         lengths = counts.sum(-1) / per_token
-        if self.balancing is Balancing.SEQ_AUX_LOSS:
+        if self.balancing is BalancingMethod.SEQ_AUX_LOSS:
             return sequence_loss(scores, counts, lengths, packed.segments, per_token) / self.batch.documents
         weighted = counts * lengths.unsqueeze(-1)
         return sequence_loss(scores, weighted, lengths, packed.segments, per_token) / self.batch.tokens
 
-    def _of_whole_documents(self, counts: Tensor, packed: PackedBatch) -> Tensor:
+    def _sum_document_counts(self, counts: Tensor, packed: PackedBatch) -> Tensor:
         """Sum the counts over the ranks that hold other tokens of the same documents. [documents, E]"""
-        if packed.number not in self._seen:
-            self._seen[packed.number] = total(total(counts.clone(), self.groups.context), self.groups.tensor)
-        return self._seen[packed.number]
+        if packed.number not in self._summed_counts:
+            self._summed_counts[packed.number] = sum_over_group(
+                sum_over_group(counts.clone(), self.groups.context), self.groups.tensor
+            )
+        return self._summed_counts[packed.number]
 
 
-def _loss_beside(balancing: Balancing, moe: MoE) -> tuple[Balancing, float]:
+def _choose_loss(balancing: BalancingMethod, moe: MoE) -> tuple[BalancingMethod, float]:
     """Return the balancing loss and its coefficient. ExpertBias may have one too: that of each sequence."""
-    if balancing is Balancing.EXPERT_BIAS:
-        balancing, coefficient = Balancing.SEQ_AUX_LOSS, moe.seq_aux_loss_coefficient
+    if balancing is BalancingMethod.EXPERT_BIAS:
+        balancing, coefficient = BalancingMethod.SEQ_AUX_LOSS, moe.seq_aux_loss_coefficient
     else:
         coefficient = moe.aux_loss_coefficient
-    return (balancing, coefficient) if coefficient else (Balancing.NONE, 0.0)
+    return (balancing, coefficient) if coefficient else (BalancingMethod.NONE, 0.0)
 
 
-def _attached(x: Tensor, loss: Tensor) -> Tensor:
-    result: Tensor = _Attached.apply(x, loss)
+def _attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    result: Tensor = _AttachLoss.apply(x, loss)
     return result
 
 
-class _Attached(Function):
+class _AttachLoss(Function):
     """x as it is; in the backward pass the loss gets the gradient 1."""
 
     @staticmethod

@@ -41,14 +41,14 @@ from moejob_trainer.distributed.collectives import (
 )
 from moejob_trainer.distributed.groups import ALONE, Groups
 from moejob_trainer.distributed.peer_memory import PeerMemory
-from moejob_trainer.layers.destinations import choices_sent, destinations
-from moejob_trainer.layers.permutation import Permutation, combined, permuted
-from moejob_trainer.model.peer_exchange import PeerRoute, peer_places, sent_to_peers, summed_from_peers
-from moejob_trainer.model.recompute import computes_again
+from moejob_trainer.layers.destinations import find_destinations, pack_choices
+from moejob_trainer.layers.permutation import Permutation, combine_rows, permute_tokens
+from moejob_trainer.model.peer_exchange import PeerRoute, peer_places, send_to_peers, sum_from_peers
+from moejob_trainer.model.recompute import is_recomputing
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ExchangeSizes:
     """Rows that leave and arrive, by rank, and rows of each rank that shares this one's experts; known to the host."""
 
     sent: tuple[int, ...]
@@ -65,33 +65,33 @@ class SentRows:
     """Rows of tokens that went to the expert group of `groups`, or to those of ranks that share experts."""
 
     groups: Groups
-    sizes: Sizes
+    sizes: ExchangeSizes
     # Of the tokens that left, over the ranks.
     permutation: Permutation
 
-    def exchanged(self, rows: Tensor) -> Tensor:
+    def exchange_rows(self, rows: Tensor) -> Tensor:
         """Rows in the order of ranks sent to them, and those that came to all that share this rank's experts."""
-        return self.shared(all_to_all(rows, self.sizes.sent, self.sizes.received, self.groups.expert))
+        return self.gather_shared_rows(all_to_all(rows, self.sizes.sent, self.sizes.received, self.groups.expert))
 
-    def shared(self, rows: Tensor) -> Tensor:
+    def gather_shared_rows(self, rows: Tensor) -> Tensor:
         """The rows that came here, and to the ranks that share this one's experts."""
         return all_gather_uneven(rows, self.sizes.shares, self.groups.expert_tensor)
 
-    def summed(self, rows: Tensor) -> Tensor:
+    def sum_shared_rows(self, rows: Tensor) -> Tensor:
         """The sums of what the ranks that share experts made of the rows that came here."""
         return reduce_scatter_uneven(rows, self.sizes.shares, self.groups.expert_tensor)
 
-    def returned(self, rows: Tensor) -> Tensor:
+    def return_rows(self, rows: Tensor) -> Tensor:
         """Rows that came here sent back, and for each token the sum of those that return."""
-        back = all_to_all(rows, self.sizes.received, self.sizes.sent, self.groups.expert)
-        return combined(back, self.permutation)
+        returned_rows = all_to_all(rows, self.sizes.received, self.sizes.sent, self.groups.expert)
+        return combine_rows(returned_rows, self.permutation)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
     """Tokens at a rank that holds some of their experts, and the way that they came."""
 
-    # The rows that were sent instead, where `fetch` both moves and permutes them.
+    # The rows that were sent instead, where `fetch_rows` both moves and permutes them.
     rows: Tensor
     # Counted from this rank's first expert; `experts`, which is none, for those of other ranks. [rows, k]
     chosen: Tensor
@@ -103,15 +103,15 @@ class TokenDispatch:
     sent_to_nodes: SentRows | None = None
 
     @property
-    def choices(self) -> int:
+    def choice_count(self) -> int:
         """Choices among the rows that are of this rank's experts."""
         return self.sent_to_ranks.sizes.choices
 
-    def fetch(self, rows: Tensor, order: Permutation) -> Tensor:
+    def fetch_rows(self, rows: Tensor, order: Permutation) -> Tensor:
         """The rows in the order of experts."""
         if self.route is None or not self.route.is_fused:
-            return permuted(rows, order)
-        return sent_to_peers(rows, self.route, order)
+            return permute_tokens(rows, order)
+        return send_to_peers(rows, self.route, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,12 @@ class ExpertHolders:
     keeps_rows: bool = False
 
     @property
-    def fuses(self) -> bool:
+    def can_fuse(self) -> bool:
         """Return whether rows that arrive are needed in the order of experts only."""
         return self.groups.expert_tensor.size == 1 and not self.keeps_rows
 
     @property
-    def nodes(self) -> ExpertHolders | None:
+    def node_holders(self) -> ExpertHolders | None:
         """The nodes in place of ranks, where tokens visit them first: each holds the experts of its ranks."""
         across, inside = self.groups.expert_across, self.groups.expert_inside
         return None if across.size == 1 else ExpertHolders(Groups(expert=across), self.experts * inside.size)
@@ -141,21 +141,21 @@ class ExpertHolders:
         return replace(self, groups=groups)
 
 
-def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
+def dispatch_tokens(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
     """Send tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold their experts."""
-    nodes = holders.nodes
+    nodes = holders.node_holders
     if nodes is None:
-        return _dispatched(x, chosen, probabilities, holders)
+        return _dispatch_to_ranks(x, chosen, probabilities, holders)
     # Choices of other nodes' experts mean none here, and stay none for the ranks of this node.
-    node = _dispatched(x, chosen, probabilities, nodes)
-    arrived = _dispatched(node.rows, node.chosen, node.probabilities, holders.in_node)
+    node = _dispatch_to_ranks(x, chosen, probabilities, nodes)
+    arrived = _dispatch_to_ranks(node.rows, node.chosen, node.probabilities, holders.in_node)
     return replace(arrived, sent_to_nodes=node.sent_to_ranks)
 
 
-def combine(y: Tensor, sent: TokenDispatch, order: Permutation) -> Tensor:
+def combine_outputs(y: Tensor, dispatched: TokenDispatch, order: Permutation) -> Tensor:
     """Add up outputs y in the order of experts for each row, send sums back and add up those of each token. [t, h]"""
-    own = _combined(y, sent, order)
-    return own if sent.sent_to_nodes is None else sent.sent_to_nodes.returned(own)
+    rank_sums = _combine_from_ranks(y, dispatched, order)
+    return rank_sums if dispatched.sent_to_nodes is None else dispatched.sent_to_nodes.return_rows(rank_sums)
 
 
 def all_gather_tokens(x: Tensor, groups: Groups) -> Tensor:
@@ -168,47 +168,51 @@ def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
     return reduce_scatter(reduce_scatter(x, groups.expert_tensor), groups.expert)
 
 
-def _dispatched(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
+def _dispatch_to_ranks(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
     groups, experts = holders.groups, holders.experts
-    owners, counts = destinations(chosen, experts, groups.expert.size)
-    everyones = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
-    sizes = _sizes(everyones, groups)
-    permutation = Permutation.of(owners, groups.expert.size, sum(sizes.sent))
-    sent = SentRows(groups, sizes, permutation)
-    probabilities, here = sent.exchanged(choices_sent(chosen, probabilities, permutation, experts)).chunk(2, -1)
-    arrived = TokenDispatch(x, here.detach().long(), probabilities, sent)
+    owners, counts = find_destinations(chosen, experts, groups.expert.size)
+    all_counts = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
+    sizes = _read_sizes(all_counts, groups)
+    permutation = Permutation.from_choices(owners, groups.expert.size, sum(sizes.sent))
+    sent_rows = SentRows(groups, sizes, permutation)
+    probabilities, local_numbers = sent_rows.exchange_rows(
+        pack_choices(chosen, probabilities, permutation, experts)
+    ).chunk(2, -1)
+    arrived = TokenDispatch(x, local_numbers.detach().long(), probabilities, sent_rows)
     memory = groups.expert_memory
-    if memory is None or not _fits(x, sizes, memory):
-        return replace(arrived, rows=sent.exchanged(permuted(x, permutation)))
-    starts = everyones[groups.expert_tensor.rank, : groups.expert.rank, 0].sum(0)
-    places = peer_places(owners, permutation, starts, memory.rows(x.shape[1], x.dtype))
-    route = PeerRoute(memory, places, sum(sizes.received), holders.fuses)
-    return replace(arrived, rows=x if route.is_fused else sent.shared(sent_to_peers(x, route)), route=route)
+    if memory is None or not _can_use_memory(x, sizes, memory):
+        return replace(arrived, rows=sent_rows.exchange_rows(permute_tokens(x, permutation)))
+    starts = all_counts[groups.expert_tensor.rank, : groups.expert.rank, 0].sum(0)
+    places = peer_places(owners, permutation, starts, memory.row_capacity(x.shape[1], x.dtype))
+    route = PeerRoute(memory, places, sum(sizes.received), holders.can_fuse)
+    return replace(
+        arrived, rows=x if route.is_fused else sent_rows.gather_shared_rows(send_to_peers(x, route)), route=route
+    )
 
 
-def _combined(y: Tensor, sent: TokenDispatch, order: Permutation) -> Tensor:
+def _combine_from_ranks(y: Tensor, dispatched: TokenDispatch, order: Permutation) -> Tensor:
     """For each row that was sent the sum of what the ranks of the group made of it."""
-    route, rows = sent.route, sent.sent_to_ranks
+    route, rows = dispatched.route, dispatched.sent_to_ranks
     if route is not None and route.is_fused:
-        return summed_from_peers(y, route, order)
-    own = rows.summed(combined(y, order))
-    return rows.returned(own) if route is None else summed_from_peers(own, route)
+        return sum_from_peers(y, route, order)
+    rank_sums = rows.sum_shared_rows(combine_rows(y, order))
+    return rows.return_rows(rank_sums) if route is None else sum_from_peers(rank_sums, route)
 
 
-def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:
-    rows = memory.rows(x.shape[1], x.dtype)
-    if sizes.most > rows and not computes_again():
+def _can_use_memory(x: Tensor, sizes: ExchangeSizes, memory: PeerMemory) -> bool:
+    rows = memory.row_capacity(x.shape[1], x.dtype)
+    if sizes.most > rows and not is_recomputing():
         memory.count_overflow(sizes.most, rows)
     return sizes.most <= rows
 
 
-def _sizes(everyones: Tensor, groups: Groups) -> Sizes:
+def _read_sizes(all_counts: Tensor, groups: Groups) -> ExchangeSizes:
     """Return the sizes behind counts of rows and of choices. [expert tensor, from rank, rows or choices, to rank]"""
     rank = groups.expert.rank
     # The only wait for the GPU in a dispatch: the host needs the sizes, and adds the few numbers itself.
-    counts = everyones.cpu().numpy()
+    counts = all_counts.cpu().numpy()
     arriving, rows = counts[..., rank], counts[groups.expert_tensor.rank, :, 0]
-    return Sizes(
+    return ExchangeSizes(
         sent=tuple(rows[rank].tolist()),
         received=tuple(rows[:, rank].tolist()),
         shares=tuple(arriving[..., 0].sum(1).tolist()),

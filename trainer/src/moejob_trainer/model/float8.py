@@ -20,28 +20,28 @@ from moejob_trainer.model.moe_layer import LocalExperts
 def use_float8(stage: nn.Module, *, keeps: bool) -> None:
     """Let these matrices multiply in FP8. keeps: their roundings are used by all micro batches of a pass."""
     for module in stage.modules():
-        if isinstance(module, Linear | OutputLinear) and _fits(*module.widths):
+        if isinstance(module, Linear | OutputLinear) and _is_supported_width(*module.widths):
             module.float8 = Float8Weight(keeps=keeps)
-        if isinstance(module, LocalExperts) and _fits(module.hidden, module.features):
+        if isinstance(module, LocalExperts) and _is_supported_width(module.hidden, module.features):
             module.gate_up_float8, module.down_float8 = Float8Weight(keeps=keeps), Float8Weight(keeps=keeps)
 
 
 def forget_roundings(stage: nn.Module) -> None:
     """Drop the roundings of all weights, before an update changes these."""
     for _, _, weight in _float8_weights(stage):
-        weight.forget()
+        weight.discard_roundings()
 
 
 @contextmanager
 def without_float8(stage: nn.Module) -> Iterator[None]:
     """Let all matrices multiply in the model's type, as Transformers and vLLM do with the exported model."""
-    found = [*_float8_weights(stage)]
-    for module, name, _ in found:
+    float8_weights = [*_float8_weights(stage)]
+    for module, name, _ in float8_weights:
         setattr(module, name, None)
     try:
         yield
     finally:
-        for module, name, weight in found:
+        for module, name, weight in float8_weights:
             setattr(module, name, weight)
 
 
@@ -50,6 +50,6 @@ def _float8_weights(stage: nn.Module) -> Iterator[tuple[nn.Module, str, Float8We
         yield from ((module, name, value) for name, value in vars(module).items() if isinstance(value, Float8Weight))
 
 
-def _fits(*widths: int) -> bool:
+def _is_supported_width(*widths: int) -> bool:
     # All widths are multiples of a number if their greatest common divisor is one.
     return math.gcd(*widths) % WIDTH_MULTIPLE == 0

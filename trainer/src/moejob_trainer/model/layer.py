@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moejob_api.derived import balancing, recomputed_modules
+from moejob_api.derived import balancing_method, recomputed_modules
 from moejob_api.job.job import Spec
 from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention
@@ -23,7 +23,7 @@ from moejob_trainer.model.mlp import GatedMLP
 from moejob_trainer.model.moe_layer import MoELayer, MoESettings
 from moejob_trainer.model.multi_latent_attention import MultiLatentAttention
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.recompute import discarded, recomputed
+from moejob_trainer.model.recompute import maybe_discard, maybe_recompute
 
 
 class TransformerLayer(nn.Module):
@@ -37,9 +37,9 @@ class TransformerLayer(nn.Module):
         hidden = model.shape.hidden
         share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         self.recompute = recomputed_modules(spec.training.recompute)
-        self.attention_norm = norm(hidden, model, share)
-        self.attention = _attention(shape, model, share, self.recompute)
-        self.mlp_norm = norm(hidden, model, share)
+        self.attention_norm = make_norm(hidden, model, share)
+        self.attention = _make_attention(shape, model, share, self.recompute)
+        self.mlp_norm = make_norm(hidden, model, share)
         match shape.mlp:
             case DenseMLP(intermediate, bias):
                 self.mlp = GatedMLP(hidden, intermediate, share, bias=bias)
@@ -51,13 +51,13 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
         # Pre-norm: x + attention(norm(x)), then the same with the feed-forward network or experts.
-        x = x + discarded(self._discards_norms, self.attention_norm, partial(self.attention, packed=packed), x)
-        again = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP
-        return x + recomputed(again in self.recompute, self._fed_forward, x, packed)
+        x = x + maybe_discard(self._discards_norms, self.attention_norm, partial(self.attention, packed=packed), x)
+        recomputed_module = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP
+        return x + maybe_recompute(recomputed_module in self.recompute, self._feed_forward, x, packed)
 
-    def _fed_forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
+    def _feed_forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         feed_forward = partial(self.moe, packed=packed) if hasattr(self, "moe") else self.mlp
-        return discarded(self._discards_norms, self.mlp_norm, feed_forward, x)
+        return maybe_discard(self._discards_norms, self.mlp_norm, feed_forward, x)
 
     @property
     def _discards_norms(self) -> bool:
@@ -69,18 +69,18 @@ def moe_settings(model: Architecture, spec: Spec) -> MoESettings:
     if model.routing is None:
         raise ValueError(f"{model.shape.family} has no rule for choosing experts")
     routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
-    again = recomputed_modules(spec.training.recompute)
-    return MoESettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
+    recomputed_parts = recomputed_modules(spec.training.recompute)
+    return MoESettings(spec.moe, balancing_method(spec), routing, model.gate_limit, recomputed_parts)
 
 
-def norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
+def make_norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
     """A norm of hidden states, which every tensor rank holds."""
-    made = RMSNorm(hidden, model.norm_epsilon)
-    mark_partial(made.weight, is_partial=share.sequence_parallel)
-    return made
+    rms_norm = RMSNorm(hidden, model.norm_epsilon)
+    mark_partial(rms_norm.weight, is_partial=share.sequence_parallel)
+    return rms_norm
 
 
-def _attention(
+def _make_attention(
     shape: LayerShape, model: Architecture, share: TensorShare, recompute: frozenset[RecomputeModule]
 ) -> nn.Module:
     settings = AttentionSettings(model.attention_scale, model.norm_epsilon, recompute)
@@ -89,5 +89,5 @@ def _attention(
             return Attention(grouped, model.shape.hidden, share, settings)
         case LatentShape() as latent:
             return MultiLatentAttention(latent, model.shape.hidden, share, settings)
-        case other:
-            raise NotImplementedError(f"{type(other).__name__} cannot be trained yet")
+        case unsupported:
+            raise NotImplementedError(f"{type(unsupported).__name__} cannot be trained yet")

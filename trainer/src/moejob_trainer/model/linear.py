@@ -1,7 +1,7 @@
 """Matrices that tensor ranks divide, and the collectives around a pair of them: before the first, behind the second.
 
-Between `entered` (or `into`) and `left` every rank holds all rows of its own heads or features; outside, under sequence
-parallelism, it holds its own rows of all of them.
+Between `gather_input` (or `multiply_columns`) and `reduce_output` every rank holds all rows of its own heads or
+features; outside, under sequence parallelism, it holds its own rows of all of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from moejob_trainer.distributed.collectives import all_gather, all_reduce, copy_
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.layers.all_gather_linear import gathered_products
 from moejob_trainer.layers.float8 import Float8Weight
-from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.layers.summed_linear import linear
+from moejob_trainer.layers.gradient_sums import find_gradient_sum
+from moejob_trainer.layers.summed_linear import summed_linear
 from moejob_trainer.model.adapters import Adapter
 
 
@@ -29,36 +29,36 @@ class TensorShare:
     sequence_parallel: bool
 
     @property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """True when ranks have to gather the rows that they divide outside."""
         return self.sequence_parallel and self.group.size > 1
 
-    def entered(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """Return the input of matrices divided by their outputs: all rows. [t, h] -> [rows, h]"""
         return all_gather(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
 
-    def into(self, x: Tensor, *matrices: Linear) -> tuple[Tensor, ...]:
+    def multiply_columns(self, x: Tensor, *matrices: Linear) -> tuple[Tensor, ...]:
         """Multiply all rows by matrices divided by their outputs. Rows of other ranks are not kept. [t, *inputs]"""
-        if not self.gathers:
-            x = self.entered(x)
+        if not self.needs_gather:
+            x = self.gather_input(x)
             return tuple(matrix(x) for matrix in matrices)
         products = gathered_products(
             x.flatten(1),
             self.group,
-            [matrix.flat() for matrix in matrices],
-            [gradient_sum(matrix.weight) for matrix in matrices],
+            [matrix.flat_parameters() for matrix in matrices],
+            [find_gradient_sum(matrix.weight) for matrix in matrices],
             [matrix.float8 for matrix in matrices],
         )
-        return tuple(matrix.whole(y, x, self) for matrix, y in zip(matrices, products, strict=True))
+        return tuple(matrix.finish_product(y, x, self) for matrix, y in zip(matrices, products, strict=True))
 
-    def left(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """Sum the partial outputs of matrices divided by their inputs. [rows, h] -> [t, h]"""
         return reduce_scatter(x, self.group) if self.sequence_parallel else all_reduce(x, self.group)
 
-    def divided(self, size: int, what: str) -> int:
+    def local_size(self, size: int, what: str) -> int:
         """This rank's share of a size."""
-        share, rest = divmod(size, self.group.size)
-        if rest:
+        share, remainder = divmod(size, self.group.size)
+        if remainder:
             raise ValueError(f"{what} {size} cannot be divided over {self.group.size} tensor ranks")
         return share
 
@@ -77,26 +77,28 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, *inputs] -> [t, *outputs]"""
-        return self.whole(linear(x.flatten(1), *self.flat(), gradient_sum(self.weight), self.float8), x, None)
+        return self.finish_product(
+            summed_linear(x.flatten(1), *self.flat_parameters(), find_gradient_sum(self.weight), self.float8), x, None
+        )
 
     @property
     def widths(self) -> tuple[int, int]:
         """Outputs and inputs of its product."""
         return math.prod(self.outputs), self._in_features
 
-    def flat(self) -> tuple[Tensor, Tensor | None]:
+    def flat_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as one product wants them."""
         return self.weight.view(-1, self._in_features), None if self.bias is None else self.bias.flatten()
 
-    def whole(self, product: Tensor, x: Tensor, gathered_by: TensorShare | None) -> Tensor:
+    def finish_product(self, product: Tensor, x: Tensor, gathered_by: TensorShare | None) -> Tensor:
         """A product of x, or of what ranks gathered of it, with its axes and with what an adapter adds."""
         y = product.view(len(product), *self.outputs)
         if self.adapter is None:
             return y
         if gathered_by is None:
-            return y + self.adapter.added(x)
+            return y + self.adapter.apply(x)
         # Narrow rows travel instead of wide ones.
-        return y + self.adapter.added(x, gathered_by.entered, part=gathered_by.group.rank)
+        return y + self.adapter.apply(x, gathered_by.gather_input, part=gathered_by.group.rank)
 
 
 class OutputLinear(nn.Module):
@@ -115,10 +117,10 @@ class OutputLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, *inputs] -> [t, hidden]"""
         weight = self.weight.view(self.widths)
-        y = linear(x.reshape(len(x), self.widths[1]), weight, None, gradient_sum(self.weight), self.float8)
+        y = summed_linear(x.reshape(len(x), self.widths[1]), weight, None, find_gradient_sum(self.weight), self.float8)
         if self.adapter is not None:
-            y = y + self.adapter.added(x)
-        y = self.share.left(y)
+            y = y + self.adapter.apply(x)
+        y = self.share.reduce_output(y)
         return y if self.bias is None else y + self.bias
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from moejob_trainer.layers.activation import swiglu
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare
-from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.recompute import maybe_recompute
 
 
 class GatedMLP(nn.Module):
@@ -17,14 +17,14 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.share, self.is_recomputed = share, is_recomputed
-        own = share.divided(features, "features of the feed-forward network")
-        self.gate_up = Linear((2, own), (hidden,), bias=bias)
-        self.down = OutputLinear(hidden, (own,), share, bias=bias)
+        local_features = share.local_size(features, "features of the feed-forward network")
+        self.gate_up = Linear((2, local_features), (hidden,), bias=bias)
+        self.down = OutputLinear(hidden, (local_features,), share, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, h] -> [t, h]"""
-        return recomputed(self.is_recomputed, self._computed, x)
+        return maybe_recompute(self.is_recomputed, self._feed_forward, x)
 
-    def _computed(self, x: Tensor) -> Tensor:
-        (gate_up,) = self.share.into(x, self.gate_up)
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        (gate_up,) = self.share.multiply_columns(x, self.gate_up)
         return self.down(swiglu(gate_up, None))

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import LatentAttention as LatentShape
-from moejob_trainer.layers.attention import attended
+from moejob_trainer.layers.attention import compute_attention
 from moejob_trainer.layers.norm import RMSNorm
-from moejob_trainer.layers.rotary import rotated
+from moejob_trainer.layers.rotary import rotate_heads
 from moejob_trainer.model.attention import AttentionSettings
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.recompute import maybe_recompute
 
 # Transformers' code for DeepSeek-V2 and V3, like DeepSeek's own, norms compressed vectors with this, whatever
 # rms_norm_eps says (1e-5 for Moonlight).
@@ -26,7 +26,7 @@ class MultiLatentAttention(nn.Module):
     def __init__(self, shape: LatentShape, hidden: int, share: TensorShare, settings: AttentionSettings) -> None:
         super().__init__()
         self.shape, self.share, self.settings = shape, share, settings
-        self.heads = share.divided(shape.heads, "attention heads")
+        self.heads = share.local_size(shape.heads, "attention heads")
         query_dim, latent = shape.nope_dim + shape.rope_dim, shape.key_value_rank
         if shape.query_rank is None:
             self.query = Linear((self.heads, query_dim), (hidden,))
@@ -44,40 +44,42 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
-        query = self._query(x)
+        query = self._query_input(x)
         latent, key_rope = self.key_value_down(x).split([self.shape.key_value_rank, self.shape.rope_dim], dim=-1)
         latent = self.key_value_down_norm(latent)
-        again = RecomputeModule.LATENT_UP_PROJECTION in self.settings.recompute
-        return self.output(recomputed(again, self._up_and_attended, query, latent, key_rope, packed))
+        recomputes_projection = RecomputeModule.LATENT_UP_PROJECTION in self.settings.recompute
+        return self.output(
+            maybe_recompute(recomputes_projection, self._project_and_attend, query, latent, key_rope, packed)
+        )
 
-    def _up_and_attended(self, query: Tensor, latent: Tensor, key_rope: Tensor, packed: PackedBatch) -> Tensor:
+    def _project_and_attend(self, query: Tensor, latent: Tensor, key_rope: Tensor, packed: PackedBatch) -> Tensor:
         """Compute attention from the compressed vectors.
 
         It keeps what these become, many times their size, so computing them again means computing attention again.
         """
         nope = self.shape.nope_dim
         if self.shape.query_rank is not None:
-            (query,) = self.share.into(query, self.query_up)
-        (key_value,) = self.share.into(latent, self.key_value_up)
+            (query,) = self.share.multiply_columns(query, self.query_up)
+        (key_value,) = self.share.multiply_columns(latent, self.key_value_up)
         key_nope, value = key_value.split([nope, self.shape.value_dim], dim=-1)
         # The part of the keys that all heads share, for all rows: each rank's heads add to its gradient.
-        key_rope = self._rotated(self.share.entered(key_rope).unsqueeze(1), packed).expand(-1, self.heads, -1)
-        query = torch.cat([query[..., :nope], self._rotated(query[..., nope:], packed)], dim=-1)
+        key_rope = self._rotate_heads(self.share.gather_input(key_rope).unsqueeze(1), packed).expand(-1, self.heads, -1)
+        query = torch.cat([query[..., :nope], self._rotate_heads(query[..., nope:], packed)], dim=-1)
         key = torch.cat([key_nope, key_rope], dim=-1)
-        again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
-        return recomputed(again, self._attended, query, key, value, packed)
+        recomputes_core = RecomputeModule.CORE_ATTENTION in self.settings.recompute
+        return maybe_recompute(recomputes_core, self._compute_attention, query, key, value, packed)
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
+    def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
         scale, group = self.settings.scale, packed.context_group
-        return attended(query, key, value, packed.documents, scale=scale, context_group=group)
+        return compute_attention(query, key, value, packed.documents, scale=scale, context_group=group)
 
-    def _query(self, x: Tensor) -> Tensor:
+    def _query_input(self, x: Tensor) -> Tensor:
         """Return the input of queries: the compressed vector of each token where there is one."""
         if self.shape.query_rank is None:
-            (query,) = self.share.into(x, self.query)
+            (query,) = self.share.multiply_columns(x, self.query)
             return query
         return self.query_down_norm(self.query_down(x))
 
     @staticmethod
-    def _rotated(x: Tensor, packed: PackedBatch) -> Tensor:
-        return rotated(x, packed.cosine, packed.sine, interleaved=packed.interleaved)
+    def _rotate_heads(x: Tensor, packed: PackedBatch) -> Tensor:
+        return rotate_heads(x, packed.cosine, packed.sine, interleaved=packed.interleaved)

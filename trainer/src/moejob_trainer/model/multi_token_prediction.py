@@ -13,10 +13,10 @@ from moejob_api.job.training import RecomputeGranularity
 from moejob_api.models.shape import Layer as LayerShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.layer import TransformerLayer, norm
+from moejob_trainer.model.layer import TransformerLayer, make_norm
 from moejob_trainer.model.linear import Linear, TensorShare, mark_partial
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.recompute import maybe_recompute
 
 
 class MTPModule(nn.Module):
@@ -25,16 +25,16 @@ class MTPModule(nn.Module):
     def __init__(self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups) -> None:
         super().__init__()
         hidden, share = model.shape.hidden, TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
-        self.embedding_norm, self.hidden_norm = norm(hidden, model, share), norm(hidden, model, share)
+        self.embedding_norm, self.hidden_norm = make_norm(hidden, model, share), make_norm(hidden, model, share)
         # Whole on every tensor rank: each projects its own rows.
         self.projection = Linear((hidden,), (2 * hidden,))
         mark_partial(self.projection.weight, is_partial=share.sequence_parallel)
         self.layer = TransformerLayer(shape, model, spec, groups)
-        self.final_norm = norm(hidden, model, share)
+        self.final_norm = make_norm(hidden, model, share)
         self.is_recomputed = spec.training.recompute.granularity is RecomputeGranularity.FULL
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedBatch) -> Tensor:
         """Combine the input of the output layer, or of the module before, with the next token: [t, h] -> [t, h]"""
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
-        mtp: Tensor = self.final_norm(recomputed(self.is_recomputed, self.layer, self.projection(both), packed))
+        mtp: Tensor = self.final_norm(maybe_recompute(self.is_recomputed, self.layer, self.projection(both), packed))
         return mtp

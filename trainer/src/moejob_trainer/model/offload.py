@@ -30,58 +30,58 @@ class OffloadedPass(AbstractContextManager["OffloadedPass"]):
         self._backward = _BackwardPass()
 
     @contextmanager
-    def of(self, module: nn.Module) -> Iterator[None]:
+    def offload_module(self, module: nn.Module) -> Iterator[None]:
         """While it is entered, the module keeps its activations in host memory. Its weights stay."""
         self.last = OffloadedLayer(self.last, self._backward)
-        packing = _Packing(module, self._staying, self.last)
+        packing = _TensorPacking(module, self._staying, self.last)
         # What is made again is made from what is in host memory.
-        token = keeping.set(lambda tensor: partial(_unpacked, packing.packed(tensor)))
+        token = keeping.set(lambda tensor: partial(_unpack_tensor, packing.pack_tensor(tensor)))
         try:
-            with saved_tensors_hooks(packing.packed, _unpacked):
+            with saved_tensors_hooks(packing.pack_tensor, _unpack_tensor):
                 yield
         finally:
             keeping.reset(token)
-            self.last.end()
+            self.last.finish_forward()
 
     def __exit__(self, *arguments: object) -> None:
         if self.last is not None:
-            self.last.leave()
+            self.last.release_memory()
 
 
-class _Packing:
+class _TensorPacking:
     def __init__(self, module: nn.Module, staying: frozenset[int], layer: OffloadedLayer) -> None:
         self._module, self._staying, self._layer = module, staying, layer
         # Several operations keep the same tensor. The layer holds it until then: its place is not taken by another.
-        self._known: dict[object, _Packed] = {}
+        self._packed_tensors: dict[object, _PackedTensor] = {}
 
-    def packed(self, tensor: Tensor) -> Tensor | _Packed:
+    def pack_tensor(self, tensor: Tensor) -> Tensor | _PackedTensor:
         """Return how an operation remembers a tensor that it needs again."""
         address = storage_address(tensor)
         if address in self._staying or is_discarded(address) or self._is_weight(address):
             return tensor
         part = (address, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if part not in self._known:
-            self._known[part] = _Packed(self._layer, self._layer.keep(tensor))
-        return self._known[part]
+        if part not in self._packed_tensors:
+            self._packed_tensors[part] = _PackedTensor(self._layer, self._layer.keep_tensor(tensor))
+        return self._packed_tensors[part]
 
     def _is_weight(self, address: int) -> bool:
         # Asked each time: weights that replicas divide are whole, somewhere else, while the module computes.
         return any(storage_address(parameter) == address for parameter in self._module.parameters())
 
 
-def _unpacked(packed: Tensor | _Packed) -> Tensor:
-    if not isinstance(packed, _Packed):
+def _unpack_tensor(packed: Tensor | _PackedTensor) -> Tensor:
+    if not isinstance(packed, _PackedTensor):
         return packed
-    packed.layer.backward.enter(packed.layer)
-    return packed.kept.needed()
+    packed.layer.backward.enter_layer(packed.layer)
+    return packed.kept.wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
+class _PackedTensor:
     """A tensor as an operation remembers it. Operations alone keep a layer alive, which ends with the last of them."""
 
     layer: OffloadedLayer
-    kept: _Kept
+    kept: _KeptTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +90,17 @@ class _BackwardPass:
 
     at: weakref.ref[OffloadedLayer] | None = None
 
-    def enter(self, layer: OffloadedLayer) -> None:
+    def enter_layer(self, layer: OffloadedLayer) -> None:
         """Let go of the layer behind this one, and begin to fetch the one before it."""
-        left = None if self.at is None else self.at()
-        if left is layer:
+        previous_layer = None if self.at is None else self.at()
+        if previous_layer is layer:
             return
         self.at = weakref.ref(layer)
-        if left is not None:
-            left.let_go()
-        layer.fetch()
+        if previous_layer is not None:
+            previous_layer.release_fetched()
+        layer.start_fetch()
         if layer.before is not None:
-            layer.before.fetch()
+            layer.before.start_fetch()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -109,51 +109,51 @@ class OffloadedLayer:
 
     before: OffloadedLayer | None
     backward: _BackwardPass
-    kept: list[_Kept] = field(default_factory=list)
+    kept: list[_KeptTensor] = field(default_factory=list)
     _leaving: list[Tensor] = field(default_factory=list)
     _sent: torch.cuda.Event | None = None
 
-    def keep(self, tensor: Tensor) -> _Kept:
+    def keep_tensor(self, tensor: Tensor) -> _KeptTensor:
         """Begin to copy a tensor to the host."""
         self._leaving.append(tensor)
-        self.kept.append(_Kept(_held(tensor), tensor.device))
+        self.kept.append(_KeptTensor(_copy_to_host(tensor), tensor.device))
         return self.kept[-1]
 
-    def end(self) -> None:
+    def finish_forward(self) -> None:
         """All is kept: memory of the layer before is free again when its copies have left."""
         if self.before is not None:
-            self.before.leave()
+            self.before.release_memory()
         if self._leaving and self._leaving[0].is_cuda:
-            self._sent = _copies(self._leaving[0].device).record_event()
+            self._sent = _copy_stream(self._leaving[0].device).record_event()
 
-    def leave(self) -> None:
+    def release_memory(self) -> None:
         """Let what is computed from now on have the memory that the copies have left."""
         if self._sent is not None:
             torch.cuda.current_stream(self._leaving[0].device).wait_event(self._sent)
             self._sent = None
         self._leaving.clear()
 
-    def fetch(self) -> None:
+    def start_fetch(self) -> None:
         """Begin to copy all of it to the GPU, in the order in which the backward pass needs it."""
-        for kept in reversed(self.kept):
-            kept.fetch()
+        for tensor in reversed(self.kept):
+            tensor.start_fetch()
 
     @property
     def is_fetched(self) -> bool:
         """Return whether any of it is on the device again."""
-        return any(kept.fetched is not None for kept in self.kept)
+        return any(tensor.fetched is not None for tensor in self.kept)
 
-    def let_go(self) -> None:
+    def release_fetched(self) -> None:
         """Its backward pass is over."""
-        for kept in self.kept:
-            kept.let_go()
+        for tensor in self.kept:
+            tensor.release_fetched()
 
     def __del__(self) -> None:
-        self.let_go()
+        self.release_fetched()
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _KeptTensor:
     """A tensor in host memory, and on the device for as long as the backward pass is near."""
 
     held: Tensor
@@ -161,7 +161,7 @@ class _Kept:
     fetched: Tensor | None = None
     _arrived: torch.cuda.Event | None = None
 
-    def fetch(self) -> None:
+    def start_fetch(self) -> None:
         """Begin to copy it to the device, unless that has begun."""
         if self.fetched is not None:
             return
@@ -170,20 +170,20 @@ class _Kept:
             return
         # In memory that the training takes and gives back, so that no other stream has to be asked about it.
         self.fetched = torch.empty_like(self.held, device=self.device)
-        copies = _following(self.device)
+        copies = _following_copy_stream(self.device)
         with torch.cuda.stream(copies):
             self.fetched.copy_(self.held, non_blocking=True)
         self._arrived = copies.record_event()
 
-    def let_go(self) -> None:
+    def release_fetched(self) -> None:
         """Give its memory back, behind the copy, for which nothing has waited that did not need it."""
         if self._arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
         self.fetched = self._arrived = None
 
-    def needed(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return it on the device, in the order of the training's own work."""
-        self.fetch()
+        self.start_fetch()
         if self._arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
         if self.fetched is None:
@@ -191,21 +191,21 @@ class _Kept:
         return self.fetched
 
 
-def _held(tensor: Tensor) -> Tensor:
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if not tensor.is_cuda:
-        return held.copy_(tensor)
-    with torch.cuda.stream(_following(tensor.device)):
-        return held.copy_(tensor, non_blocking=True)
+        return host_copy.copy_(tensor)
+    with torch.cuda.stream(_following_copy_stream(tensor.device)):
+        return host_copy.copy_(tensor, non_blocking=True)
 
 
-def _following(device: torch.device) -> torch.cuda.Stream:
+def _following_copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of copies, behind everything that the training has asked for by now."""
-    copies = _copies(device)
+    copies = _copy_stream(device)
     copies.wait_stream(torch.cuda.current_stream(device))
     return copies
 
 
 @cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

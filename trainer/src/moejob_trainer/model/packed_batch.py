@@ -46,9 +46,9 @@ class LocalTokens:
 
 
 def make_packed_batch(
-    documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, own: LocalTokens
+    documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, local_tokens: LocalTokens
 ) -> PackedBatch:
     """The row, with its rotation computed once for all layers."""
-    cosine, sine = rotary.angles(documents.positions())
-    of_tokens = own.is_real, own.segments, own.replayed
+    cosine, sine = rotary.cosines_and_sines(documents.position_ids())
+    of_tokens = local_tokens.is_real, local_tokens.segments, local_tokens.replayed
     return PackedBatch(documents, cosine, sine, rotary.interleaved, context_group, *of_tokens)

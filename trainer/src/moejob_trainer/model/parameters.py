@@ -13,7 +13,7 @@ from typing import assert_never
 
 from moejob_api.arithmetic import round_up
 from moejob_api.layout.ranks import ParallelGroup
-from moejob_api.models.reader import refused
+from moejob_api.models.reader import model_error
 from moejob_api.models.shape import (
     Attention,
     DenseMLP,
@@ -57,7 +57,7 @@ class Coordinates:
     expert_tensor_rank: int = 0
     expert_tensor_size: int = 1
 
-    def within(self, group: ParallelGroup) -> tuple[int, int]:
+    def rank_and_size(self, group: ParallelGroup) -> tuple[int, int]:
         """Rank and size of a group."""
         match group:
             case ParallelGroup.TENSOR:
@@ -75,16 +75,16 @@ def padded_vocabulary(shape: ModelShape) -> int:
     return round_up(shape.vocabulary, VOCABULARY_MULTIPLE)
 
 
-def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
+def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """All parameters in the order in which a token meets them."""
     # Initialisation seeds each parameter by its place in this order.
     layers = (layer_parameters(shape, layer, f"layers.{index}") for index, layer in enumerate(shape.layers))
-    heads = (_mtp(shape, layer, f"mtp.{index}") for index, layer in enumerate(shape.mtp_layers))
+    heads = (_mtp_parameters(shape, layer, f"mtp.{index}") for index, layer in enumerate(shape.mtp_layers))
     return (
-        _vocabulary(shape, "embedding.weight"),
+        _vocabulary_parameter(shape, "embedding.weight"),
         *chain.from_iterable(layers),
         Parameter("final_norm.weight", (shape.hidden,)),
-        *(() if shape.tied_embeddings else (_vocabulary(shape, "output.weight"),)),
+        *(() if shape.tied_embeddings else (_vocabulary_parameter(shape, "output.weight"),)),
         *chain.from_iterable(heads),
     )
 
@@ -94,26 +94,28 @@ def layer_parameters(shape: ModelShape, layer: Layer, prefix: str) -> tuple[Para
     hidden = shape.hidden
     inside = (
         Parameter("attention_norm.weight", (hidden,)),
-        *_attention(hidden, layer.attention),
+        *_attention_parameters(hidden, layer.attention),
         Parameter("mlp_norm.weight", (hidden,)),
-        *_feed_forward(hidden, layer.mlp),
+        *_feed_forward_parameters(hidden, layer.mlp),
     )
     return tuple(replace(parameter, name=f"{prefix}.{parameter.name}") for parameter in inside)
 
 
-def division(parameter: Parameter, place: Coordinates) -> tuple[tuple[int, ParallelGroup], ...]:
+def divided_axes(parameter: Parameter, place: Coordinates) -> tuple[tuple[int, ParallelGroup], ...]:
     """The axes that are cut in a layout: all that are declared, but for what stays whole there."""
-    return tuple((axis, group) for axis, group in parameter.divided if _is_cut(parameter, axis, place.within(group)[1]))
+    return tuple(
+        (axis, group) for axis, group in parameter.divided if _is_cut(parameter, axis, place.rank_and_size(group)[1])
+    )
 
 
 def local_slices(parameter: Parameter, place: Coordinates) -> Slices:
     """Return the part of a parameter that one rank holds."""
-    held = [slice(0, size) for size in parameter.shape]
-    for axis, group in division(parameter, place):
-        rank, size = place.within(group)
+    slices = [slice(0, size) for size in parameter.shape]
+    for axis, group in divided_axes(parameter, place):
+        rank, size = place.rank_and_size(group)
         part = parameter.shape[axis] // size
-        held[axis] = slice(rank * part, (rank + 1) * part)
-    return tuple(held)
+        slices[axis] = slice(rank * part, (rank + 1) * part)
+    return tuple(slices)
 
 
 def local_shape(parameter: Parameter, place: Coordinates) -> tuple[int, ...]:
@@ -129,11 +131,11 @@ def _is_cut(parameter: Parameter, axis: int, size: int) -> bool:
     raise ValueError(f"{parameter.name}: {size} ranks do not divide axis {axis} of {parameter.shape}")
 
 
-def _vocabulary(shape: ModelShape, name: str) -> Parameter:
+def _vocabulary_parameter(shape: ModelShape, name: str) -> Parameter:
     return Parameter(name, (padded_vocabulary(shape), shape.hidden), _TENSOR_0)
 
 
-def _mtp(shape: ModelShape, layer: Layer, prefix: str) -> Iterator[Parameter]:
+def _mtp_parameters(shape: ModelShape, layer: Layer, prefix: str) -> Iterator[Parameter]:
     """An MTP module; its projection takes the embedding's half first, then the hidden one."""
     hidden = shape.hidden
     yield Parameter(f"{prefix}.embedding_norm.weight", (hidden,))
@@ -143,14 +145,14 @@ def _mtp(shape: ModelShape, layer: Layer, prefix: str) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.final_norm.weight", (hidden,))
 
 
-def _attention(hidden: int, attention: Attention) -> Iterator[Parameter]:
+def _attention_parameters(hidden: int, attention: Attention) -> Iterator[Parameter]:
     match attention:
         case GroupedAttention(output_gate=False):
-            return _grouped(hidden, attention)
+            return _grouped_attention(hidden, attention)
         case LatentAttention():
-            return _latent(hidden, attention)
+            return _latent_attention(hidden, attention)
         case GroupedAttention() | LinearAttention():
-            raise refused(
+            raise model_error(
                 Rule.MODEL_FAMILY,
                 "layers with linear or gated attention (Qwen3-Next) cannot be trained; use a model without them",
             )
@@ -158,12 +160,12 @@ def _attention(hidden: int, attention: Attention) -> Iterator[Parameter]:
             assert_never(attention)
 
 
-def _feed_forward(hidden: int, mlp: FeedForward) -> Iterator[Parameter]:
+def _feed_forward_parameters(hidden: int, mlp: FeedForward) -> Iterator[Parameter]:
     match mlp:
         case DenseMLP():
-            return _dense(hidden, mlp)
+            return _dense_mlp(hidden, mlp)
         case Experts():
-            return _experts(hidden, mlp)
+            return _expert_parameters(hidden, mlp)
         case _:
             assert_never(mlp)
 
@@ -174,7 +176,7 @@ _EXPERT = (0, ParallelGroup.EXPERT)
 _WIDTH = (2, ParallelGroup.EXPERT_TENSOR)
 
 
-def _grouped(hidden: int, attention: GroupedAttention) -> Iterator[Parameter]:
+def _grouped_attention(hidden: int, attention: GroupedAttention) -> Iterator[Parameter]:
     heads, groups, dim = attention.heads, attention.key_value_heads, attention.head_dim
     yield Parameter("attention.query.weight", (heads, dim, hidden), _TENSOR_0)
     yield Parameter("attention.key_value.weight", (groups, 2, dim, hidden), _TENSOR_0, may_be_whole=True)
@@ -191,7 +193,7 @@ def _grouped(hidden: int, attention: GroupedAttention) -> Iterator[Parameter]:
         yield Parameter("attention.output.bias", (hidden,))
 
 
-def _latent(hidden: int, attention: LatentAttention) -> Iterator[Parameter]:
+def _latent_attention(hidden: int, attention: LatentAttention) -> Iterator[Parameter]:
     yield from _latent_queries(hidden, attention)
     rank, heads = attention.key_value_rank, attention.heads
     down = rank + attention.rope_dim
@@ -217,20 +219,20 @@ def _latent_queries(hidden: int, attention: LatentAttention) -> Iterator[Paramet
     yield Parameter("attention.query_up.weight", (heads, dim, rank), _TENSOR_0)
 
 
-def _dense(hidden: int, mlp: DenseMLP) -> Iterator[Parameter]:
-    yield from _gated("mlp", hidden, mlp.intermediate)
+def _dense_mlp(hidden: int, mlp: DenseMLP) -> Iterator[Parameter]:
+    yield from _gated_mlp("mlp", hidden, mlp.intermediate)
     if mlp.bias:
         yield Parameter("mlp.gate_up.bias", (2, mlp.intermediate), _TENSOR_1)
         yield Parameter("mlp.down.bias", (hidden,))
 
 
-def _gated(prefix: str, hidden: int, intermediate: int) -> Iterator[Parameter]:
+def _gated_mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.gate_up.weight", (2, intermediate, hidden), _TENSOR_1)
     yield Parameter(f"{prefix}.down.weight", (hidden, intermediate), _TENSOR_1)
 
 
-def _experts(hidden: int, experts: Experts) -> Iterator[Parameter]:
-    yield from _router(hidden, experts)
+def _expert_parameters(hidden: int, experts: Experts) -> Iterator[Parameter]:
+    yield from _router_parameters(hidden, experts)
     count, width = experts.count, experts.intermediate
     yield Parameter("moe.experts.gate_up", (count, 2, width, hidden), (_EXPERT, _WIDTH))
     yield Parameter("moe.experts.down", (count, hidden, width), (_EXPERT, _WIDTH))
@@ -238,12 +240,12 @@ def _experts(hidden: int, experts: Experts) -> Iterator[Parameter]:
         yield Parameter("moe.experts.gate_up_bias", (count, 2, width), (_EXPERT, _WIDTH))
         yield Parameter("moe.experts.down_bias", (count, hidden), (_EXPERT,))
     if experts.shared_intermediate:
-        yield from _gated("moe.shared", hidden, experts.shared_intermediate)
+        yield from _gated_mlp("moe.shared", hidden, experts.shared_intermediate)
     if experts.shared_gate:
         yield Parameter("moe.shared_gate.weight", (1, hidden))
 
 
-def _router(hidden: int, experts: Experts) -> Iterator[Parameter]:
+def _router_parameters(hidden: int, experts: Experts) -> Iterator[Parameter]:
     yield Parameter("moe.router.weight", (experts.count, hidden))
     if experts.router_bias:
         yield Parameter("moe.router.bias", (experts.count,))

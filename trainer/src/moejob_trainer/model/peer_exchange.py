@@ -54,56 +54,56 @@ def peer_places(destinations: Tensor, permutation: Permutation, starts: Tensor, 
     return places.masked_fill(destinations == ranks, -1)
 
 
-def sent_to_peers(x: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
+def send_to_peers(x: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
     """Tokens x [t, h] sent to their places, and the rows that came: as they lie, or permuted by `order`."""
-    rows: Tensor = _Sent.apply(x, route, order)
+    rows: Tensor = _SendToPeers.apply(x, route, order)
     return rows
 
 
-def summed_from_peers(y: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
+def sum_from_peers(y: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
     """For each token the sum of what ranks have at its places; y is what lies here, or what `order` combines to it."""
-    sums: Tensor = _Summed.apply(y, route, order)
+    sums: Tensor = _SumFromPeers.apply(y, route, order)
     return sums
 
 
-class _Sent(torch.autograd.Function):
+class _SendToPeers(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
         context.route, context.order = route, order
-        return _send(x, route, order)
+        return _exchange_rows(x, route, order)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(gradient, context.route, context.order), None, None
+        return _exchange_sums(gradient, context.route, context.order), None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumFromPeers(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, y: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
         context.route, context.order = route, order
-        return _sum(y, route, order)
+        return _exchange_sums(y, route, order)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _send(gradient, context.route, context.order), None, None
+        return _exchange_rows(gradient, context.route, context.order), None, None
 
 
-def _send(x: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
-    memory, shares = route.memory, route.memory.as_rows(x.shape[1], x.dtype)
+def _exchange_rows(x: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
+    memory, shares = route.memory, route.memory.view_as_rows(x.shape[1], x.dtype)
     memory.barrier()
     write_rows(x, route.places, shares, memory.addresses)
     memory.barrier()
-    here = shares[memory.rank][: route.received]
-    return here.clone() if order is None else here.index_select(0, order.tokens)
+    local_rows = shares[memory.rank][: route.received]
+    return local_rows.clone() if order is None else local_rows.index_select(0, order.row_tokens)
 
 
-def _sum(y: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
-    memory, shares = route.memory, route.memory.as_rows(y.shape[1], y.dtype)
-    here = shares[memory.rank][: route.received]
+def _exchange_sums(y: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
+    memory, shares = route.memory, route.memory.view_as_rows(y.shape[1], y.dtype)
+    local_rows = shares[memory.rank][: route.received]
     memory.barrier()
     if order is None:
-        here.copy_(y)
+        local_rows.copy_(y)
     else:
-        sum_rows_into(here, y, order)
+        sum_rows_into(local_rows, y, order)
     memory.barrier()
     return sum_rows(route.places, shares, memory.addresses)

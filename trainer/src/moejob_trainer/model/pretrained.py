@@ -14,11 +14,11 @@ from typing import Any
 from moejob_api.job.model import Model
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from moejob_trainer.data.hub import HubPins, fetched_model, require_own_code
-from moejob_trainer.data.links import require_contained
-from moejob_trainer.data.tokenizers import CLAIMS, located
+from moejob_trainer.data.hub import HubPins, download_model, require_own_code
+from moejob_trainer.data.links import require_contained_links
+from moejob_trainer.data.tokenizers import CLAIMS, locate_source
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.runtime.disk import Disk, explained, keep_folder
+from moejob_trainer.runtime.disk import Disk, explain_failure, keep_folder
 from moejob_trainer.runtime.json_files import read_json
 
 _CONFIG = "config.json"
@@ -37,27 +37,27 @@ class PretrainedModel:
     has_weights: bool
 
 
-def fetch(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
+def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
     """Make sure that the model's files lie on a disk, and name their folder. One rank of the run calls this."""
     if model.source == tiny.TOKENIZER:
-        return _written_tiny(run_folder / _MODEL)
-    place = Path(located(model.source, claims))
+        return _write_tiny_model(run_folder / _MODEL)
+    place = Path(locate_source(model.source, claims))
     if place.is_dir():
         return place
     if place.is_absolute() or model.source.startswith("."):
         raise BadConfiguration(f"there is no folder {place}, which spec.model.source names")
-    fetched = fetched_model(model.source, model.revision, HubPins(run_folder))
+    fetched = download_model(model.source, model.revision, HubPins(run_folder))
     # Other jobs of the claim write to this cache as well.
-    require_contained(fetched)
+    require_contained_links(fetched)
     return fetched
 
 
 def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
-    """Read the folder that `fetch` named."""
+    """Read the folder that `fetch_model` named."""
     path = folder / _CONFIG
     try:
         # A volume that does not answer now may answer the next start.
-        with explained("reading the model's config", path):
+        with explain_failure("reading the model's config", path):
             config = read_json(path) if path.exists() else None
     except ValueError as error:
         raise BadConfiguration(f"{path} cannot be read: {error}; spec.model.source needs it") from error
@@ -66,15 +66,15 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
     if model.trust_remote_code:
         require_own_code(folder)
     is_ours = model.source == tiny.TOKENIZER
-    here = model if is_ours else model.model_copy(update={"source": str(folder), "revision": None})
-    return PretrainedModel(folder, config, here, has_weights=not is_ours)
+    local_model = model if is_ours else model.model_copy(update={"source": str(folder), "revision": None})
+    return PretrainedModel(folder, config, local_model, has_weights=not is_ours)
 
 
-def _written_tiny(folder: Path) -> Path:
+def _write_tiny_model(folder: Path) -> Path:
     def write(unfinished: Path) -> None:
-        config = catalog.config(tiny.TOKENIZER)
+        config = catalog.find_config(tiny.TOKENIZER)
         Disk().write(unfinished / _CONFIG, json.dumps(config, indent=2).encode() + b"\n")
-        tiny.tokenizer().save_pretrained(unfinished)
+        tiny.build_tokenizer().save_pretrained(unfinished)
 
     keep_folder(Disk(), folder, write)
     return folder

@@ -17,17 +17,17 @@ from moejob_trainer.model.adapters import dropout_key
 
 R = TypeVar("R")
 
-_computes_again: ContextVar[bool] = ContextVar("computes_again", default=False)
+_is_recomputing: ContextVar[bool] = ContextVar("computes_again", default=False)
 # The storages that will be discarded as soon as they have been used.
 _discarded: ContextVar[frozenset[int]] = ContextVar("discarded", default=frozenset())
 
 
-def _as_it_is(tensor: Tensor) -> Callable[[], Tensor]:
+def _keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
 # The way in which a tensor is kept between the passes: it returns what gives it back.
-keeping: ContextVar[Callable[[Tensor], Callable[[], Tensor]]] = ContextVar("keeping", default=_as_it_is)
+keeping: ContextVar[Callable[[Tensor], Callable[[], Tensor]]] = ContextVar("keeping", default=_keep_tensor)
 
 
 def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bool]]:
@@ -41,41 +41,41 @@ def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bo
     return [(range(start, min(start + size, layers)), True) for start in range(0, layers, size)]
 
 
-def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) -> R:
+def maybe_recompute(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) -> R:
     """Compute a result; if it is to be recomputed, keep nothing but the arguments for the backward pass."""
     if not is_recomputed or not torch.is_grad_enabled():
         return compute(*arguments)
     # Nothing in a layer is random but the dropout of adapters, whose masks come from generators of their own.
-    contexts = partial(_first_and_again, dropout_key.get())
+    contexts = partial(_recompute_contexts, dropout_key.get())
     result: R = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
 
 
-def discarded(
+def maybe_discard(
     is_forgotten: bool,
     make: Callable[..., Tensor],
     use: Callable[[Tensor], Tensor],
     *arguments: Tensor,
-    again: Callable[..., object] | None = None,
+    remake: Callable[..., object] | None = None,
 ) -> Tensor:
     """Compute use(make(*arguments)), freeing the output of `make` between the passes: the backward pass remakes it.
 
     The output has to be cheap, and share no memory with the arguments. Checkpointing `make` alone would free nothing:
     the matrices in `use` keep their input. `again(into, *arguments)` remakes it in place; without, it is copied.
     """
-    made = make(*arguments)
+    output = make(*arguments)
     if not is_forgotten:
-        return use(made)
-    token = _discarded.set(_discarded.get() | {storage_address(made)})
+        return use(output)
+    token = _discarded.set(_discarded.get() | {storage_address(output)})
     try:
-        result = use(made)
+        result = use(output)
     finally:
         _discarded.reset(token)
     if result.requires_grad:
-        made.untyped_storage().resize_(0)
-        kept = [keeping.get()(argument) for argument in arguments]
+        output.untyped_storage().resize_(0)
+        saved_arguments = [keeping.get()(argument) for argument in arguments]
         # Whatever looks at it in the backward pass comes behind the result's gradient.
-        result.register_hook(_MakeAgain(made.detach(), again or partial(_copy, make), kept))
+        result.register_hook(_RemakeHook(output.detach(), remake or partial(_make_and_copy, make), saved_arguments))
     return result
 
 
@@ -91,46 +91,54 @@ def storage_address(tensor: Tensor) -> int:
     return address
 
 
-class _MakeAgain:
+class _RemakeHook:
     """The hook that fills the memory of what was discarded, once.
 
     Hooks live as long as the whole graph, and autograd frees what a node kept as soon as the node is done: a hook that
     held on to it would keep what all layers made until the end of the backward pass.
     """
 
-    def __init__(self, made: Tensor, again: Callable[..., object], kept: Sequence[Callable[[], Tensor]]) -> None:
-        self._todo: tuple[Tensor, Callable[..., object], Sequence[Callable[[], Tensor]]] | None = made, again, kept
+    def __init__(
+        self, output: Tensor, remake: Callable[..., object], saved_arguments: Sequence[Callable[[], Tensor]]
+    ) -> None:
+        self._todo: tuple[Tensor, Callable[..., object], Sequence[Callable[[], Tensor]]] | None = (
+            output,
+            remake,
+            saved_arguments,
+        )
 
     def __call__(self, _: Tensor) -> None:
         if self._todo is None:
             return
-        (made, again, kept), self._todo = self._todo, None
-        storage = made.untyped_storage()
-        storage.resize_(made.nbytes)
+        (output, remake, saved_arguments), self._todo = self._todo, None
+        storage = output.untyped_storage()
+        storage.resize_(output.nbytes)
         # Another tensor in the same memory: autograd would take one of its own that was written to for a mistake.
-        into = made.new_empty(0).set_(storage, 0, made.shape, made.stride())
+        target = output.new_empty(0).set_(storage, 0, output.shape, output.stride())
         with torch.no_grad():
-            again(into, *[argument() for argument in kept])
+            remake(target, *[argument() for argument in saved_arguments])
 
 
-def _copy(make: Callable[..., Tensor], into: Tensor, *arguments: Tensor) -> None:
-    into.copy_(make(*arguments))
+def _make_and_copy(make: Callable[..., Tensor], target: Tensor, *arguments: Tensor) -> None:
+    target.copy_(make(*arguments))
 
 
-def computes_again() -> bool:
+def is_recomputing() -> bool:
     """Return whether this is the second time: counters must count the first time only."""
-    return _computes_again.get()
+    return _is_recomputing.get()
 
 
-def _first_and_again(drawn: tuple[int, int]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _again(drawn)
+def _recompute_contexts(
+    dropout_numbers: tuple[int, int],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _recomputing(dropout_numbers)
 
 
 @contextmanager
-def _again(drawn: tuple[int, int]) -> Iterator[None]:
-    token, masks = _computes_again.set(True), dropout_key.set(drawn)
+def _recomputing(dropout_numbers: tuple[int, int]) -> Iterator[None]:
+    token, masks = _is_recomputing.set(True), dropout_key.set(dropout_numbers)
     try:
         yield
     finally:
         dropout_key.reset(masks)
-        _computes_again.reset(token)
+        _is_recomputing.reset(token)

@@ -19,16 +19,16 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.vocabulary import likeliest_tokens, token_log_probabilities
-from moejob_trainer.model.adapter_placement import adapt
+from moejob_trainer.model.adapter_placement import add_adapters
 from moejob_trainer.model.adapters import dropout_key
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.layer import TransformerLayer, norm
+from moejob_trainer.model.layer import TransformerLayer, make_norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
 from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import OffloadedPass
 from moejob_trainer.model.packed_batch import PackedBatch
-from moejob_trainer.model.parameters import padded_vocabulary, parameters
-from moejob_trainer.model.recompute import recomputed, recomputed_groups
+from moejob_trainer.model.parameters import model_parameters, padded_vocabulary
+from moejob_trainer.model.recompute import maybe_recompute, recomputed_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class Embedding(nn.Module):
     def __init__(self, shape: ModelShape, share: TensorShare) -> None:
         super().__init__()
         self.share = share
-        rows = share.divided(padded_vocabulary(shape), "padded vocabulary")
+        rows = share.local_size(padded_vocabulary(shape), "padded vocabulary")
         self.first = rows * share.group.rank
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[rows] -> [t, h]"""
-        own = tokens - self.first
-        is_here = (own >= 0) & (own < len(self.weight))
-        found = functional.embedding(own * is_here, self.weight)
-        return self.share.left(found * is_here.unsqueeze(-1))
+        local_ids = tokens - self.first
+        is_here = (local_ids >= 0) & (local_ids < len(self.weight))
+        embedded = functional.embedding(local_ids * is_here, self.weight)
+        return self.share.reduce_output(embedded * is_here.unsqueeze(-1))
 
 
 class Head(nn.Module):
@@ -101,7 +101,7 @@ class Head(nn.Module):
         self.temperature = 1.0 if spec.grpo is None else spec.grpo.temperature
         self.learns_entropy = spec.grpo is not None and spec.grpo.entropy_coefficient > 0
         self._spec = spec
-        rows = share.divided(padded_vocabulary(shape), "padded vocabulary")
+        rows = share.local_size(padded_vocabulary(shape), "padded vocabulary")
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden))
 
     def forward(
@@ -112,9 +112,9 @@ class Head(nn.Module):
         Asked for tokens: zeros, and the likeliest token behind each label that is not negative.
         """
         if is_asked:
-            return self._likeliest(self.share.entered(x), labels)
+            return self._predict_tokens(self.share.gather_input(x), labels)
         return token_log_probabilities(
-            self.share.entered(x),
+            self.share.gather_input(x),
             self.weight,
             labels,
             vocabulary=self.vocabulary,
@@ -126,11 +126,11 @@ class Head(nn.Module):
             sums_hidden_gradient=False,
         )
 
-    def _likeliest(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = labels >= 0
+    def _predict_tokens(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        is_wanted = labels >= 0
         tokens = torch.full_like(labels, -1)
-        tokens[wanted] = likeliest_tokens(
-            x[wanted],
+        tokens[is_wanted] = likeliest_tokens(
+            x[is_wanted],
             self.weight,
             vocabulary=self.vocabulary,
             chunk_tokens=LOSS_CHUNK_TOKENS,
@@ -156,7 +156,7 @@ class Stage(nn.Module):
             if self.shares_embedding:
                 mark_tied(self.embedding.weight, is_copy=not place.is_first)
         if place.is_last:
-            self.final_norm = norm(shape.hidden, model, self.share)
+            self.final_norm = make_norm(shape.hidden, model, self.share)
             self.output = Head(shape, self.share, spec)
             self.mtp = nn.ModuleList([MTPModule(layer, model, spec, groups) for layer in shape.mtp_layers])
             if shape.tied_embeddings:
@@ -165,8 +165,8 @@ class Stage(nn.Module):
         self.offloads = spec.memory.offload_activations
         self._received: Tensor | None = None
         if spec.training.lora is not None:
-            declared = {parameter.name: parameter for parameter in parameters(shape)}
-            adapt(self, declared, spec.training.lora, spec.training.seed)
+            declared = {parameter.name: parameter for parameter in model_parameters(shape)}
+            add_adapters(self, declared, spec.training.lora, spec.training.seed)
 
     @property
     def shares_embedding(self) -> bool:
@@ -186,8 +186,8 @@ class Stage(nn.Module):
     def forward(self, batch: StageInput) -> Tensor | StageOutput:
         """Hidden states [t, 1, h], or the outputs of the last stage."""
         dropout_key.set((batch.packed.update, batch.packed.number))
-        x = self._entrance(batch)
-        x = self._through_layers(x, batch.packed)
+        x = self._enter_stage(batch)
+        x = self._run_layers(x, batch.packed)
         if not self.place.is_last:
             return x.unsqueeze(1)
         hidden = self.final_norm(x)
@@ -195,9 +195,9 @@ class Stage(nn.Module):
             zeros, _, tokens = self.output(hidden, batch.labels, is_asked=True)
             return StageOutput(zeros, zeros, likeliest=tokens)
         log_probabilities, entropy = self.output(hidden, batch.labels)
-        return StageOutput(log_probabilities, entropy, self._mtp(hidden, batch))
+        return StageOutput(log_probabilities, entropy, self._mtp_outputs(hidden, batch))
 
-    def _mtp(self, hidden: Tensor, batch: StageInput) -> tuple[Tensor, ...]:
+    def _mtp_outputs(self, hidden: Tensor, batch: StageInput) -> tuple[Tensor, ...]:
         """Return the log-probabilities of each MTP depth; none in a pass that neither learns nor counts choices."""
         if not torch.is_grad_enabled() and not batch.packed.counts_choices:
             return ()
@@ -205,22 +205,22 @@ class Stage(nn.Module):
         for module, mtp in zip(self.mtp, batch.mtp, strict=True):
             packed = replace(batch.packed, is_real=mtp.is_real)
             embedded = self.embedding(mtp.tokens)
-            with self._offloading(packed) as of, of(module):
+            with self._offload_layers(packed) as offload, offload(module):
                 hidden = module(hidden, embedded, packed)
             outputs.append(self.output(hidden, mtp.labels)[0])
         return tuple(outputs)
 
     @contextmanager
-    def _offloading(self, packed: PackedBatch) -> Iterator[Callable[[nn.Module], AbstractContextManager[object]]]:
+    def _offload_layers(self, packed: PackedBatch) -> Iterator[Callable[[nn.Module], AbstractContextManager[object]]]:
         """Yield what each layer of one pass is computed in."""
         if not self.offloads:
             yield lambda _: nullcontext()
             return
         # All layers turn their queries and keys by the same angles.
         with OffloadedPass([packed.cosine, packed.sine]) as offloaded:
-            yield offloaded.of
+            yield offloaded.offload_module
 
-    def _entrance(self, batch: StageInput) -> Tensor:
+    def _enter_stage(self, batch: StageInput) -> Tensor:
         if self.place.is_first:
             embedded: Tensor = self.embedding(batch.tokens)
             # Under frozen weights, what a stage sends on still has to have a gradient.
@@ -229,15 +229,15 @@ class Stage(nn.Module):
             raise RuntimeError("the stage before sent nothing")
         return self._received.squeeze(1)
 
-    def _through_layers(self, x: Tensor, packed: PackedBatch) -> Tensor:
+    def _run_layers(self, x: Tensor, packed: PackedBatch) -> Tensor:
         layers = [*self.layers.values()]
-        for group, again in self.recompute:
-            x = recomputed(again, partial(self._through, [layers[index] for index in group]), x, packed)
+        for group, is_recomputed in self.recompute:
+            x = maybe_recompute(is_recomputed, partial(self._run_group, [layers[index] for index in group]), x, packed)
         return x
 
-    def _through(self, layers: Sequence[nn.Module], x: Tensor, packed: PackedBatch) -> Tensor:
-        with self._offloading(packed) as of:
+    def _run_group(self, layers: Sequence[nn.Module], x: Tensor, packed: PackedBatch) -> Tensor:
+        with self._offload_layers(packed) as offload:
             for layer in layers:
-                with of(layer):
+                with offload(layer):
                     x = layer(x, packed)
         return x

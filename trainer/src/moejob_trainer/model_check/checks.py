@@ -9,48 +9,52 @@ from pathlib import Path
 import torch
 
 from moejob_api.layout.sizes import Layout
-from moejob_trainer.conversion.checkpoint import unusable
-from moejob_trainer.conversion.quantized import readable
+from moejob_trainer.conversion.checkpoint import unusable_checkpoint
+from moejob_trainer.conversion.quantized import open_tensor_source
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.megatron.training_engine import MegatronEngine
-from moejob_trainer.model_check.comparison import differences
-from moejob_trainer.model_check.reference import AdaptedWeights, Reference
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
+from moejob_trainer.model_check.comparison import compare_models
+from moejob_trainer.model_check.reference import AdaptedWeights, ReferenceModel
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class ModelChecks:
     """Of the model that an engine holds now. All ranks call each together, and all raise or none."""
 
-    engine: MegatronEngine
+    engine: MegatronTrainingEngine
     layout: Layout
     node: int
 
-    def imported(self, folder: Path) -> None:
+    def check_import(self, folder: Path) -> None:
         """Refuse imported weights that compute something other than Transformers makes of the files."""
-        if found := differences(self.engine, self.layout, self.node, lambda: self._reference(folder)):
-            raise unusable(f"{folder} {found}; do not train it: use another model, or report its config.json")
+        if report := compare_models(self.engine, self.layout, self.node, lambda: self._make_reference(folder)):
+            raise unusable_checkpoint(
+                f"{folder} {report}; do not train it: use another model, or report its config.json"
+            )
 
-    def exported(self, folder: Path) -> None:
+    def check_export(self, folder: Path) -> None:
         """Refuse exported files that compute something other than this model."""
-        self._refuse_export(folder, lambda: self._reference(folder))
+        self._refuse_export(folder, lambda: self._make_reference(folder))
 
-    def exported_adapters(self, folder: Path, base: Path, scale: float) -> None:
+    def check_exported_adapters(self, folder: Path, base: Path, scale: float) -> None:
         """Refuse exported adapters that with the published model compute something other than this model."""
 
-        def reference() -> Reference:
-            return Reference(AdaptedWeights.read_from(readable(base), folder, scale), base, self._dtype)
+        def make_reference() -> ReferenceModel:
+            return ReferenceModel(
+                AdaptedWeights.read_from(open_tensor_source(base), folder, scale), base, self._compute_dtype
+            )
 
-        self._refuse_export(folder, reference)
+        self._refuse_export(folder, make_reference)
 
-    def _refuse_export(self, folder: Path, reference: Callable[[], Reference]) -> None:
-        if found := differences(self.engine, self.layout, self.node, reference):
-            raise BadConfiguration(f"{folder} {found}; do not use it: what was trained is in the last checkpoint")
+    def _refuse_export(self, folder: Path, make_reference: Callable[[], ReferenceModel]) -> None:
+        if report := compare_models(self.engine, self.layout, self.node, make_reference):
+            raise BadConfiguration(f"{folder} {report}; do not use it: what was trained is in the last checkpoint")
 
-    def _reference(self, folder: Path) -> Reference:
-        return Reference(readable(folder), folder, self._dtype)
+    def _make_reference(self, folder: Path) -> ReferenceModel:
+        return ReferenceModel(open_tensor_source(folder), folder, self._compute_dtype)
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def _compute_dtype(self) -> torch.dtype:
         """The type that weights are computed in, and written as."""
-        found: torch.dtype = getattr(torch, self.engine.spec.model.dtype.value)
-        return found
+        dtype: torch.dtype = getattr(torch, self.engine.spec.model.dtype.value)
+        return dtype

@@ -23,13 +23,13 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
-from moejob_trainer.conversion.adapters import WEIGHTS_FILE, names_of_pair
-from moejob_trainer.conversion.checkpoint import StoredTensor, unusable
+from moejob_trainer.conversion.adapters import WEIGHTS_FILE, adapter_pair_names
+from moejob_trainer.conversion.checkpoint import StoredTensor, unusable_checkpoint
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.model.parameters import Slices
 
 
-class Reference:
+class ReferenceModel:
     """Transformers' model of some weights. `config_folder` holds their config.json."""
 
     def __init__(self, weights: TensorSource, config_folder: Path, dtype: torch.dtype) -> None:
@@ -48,56 +48,63 @@ class Reference:
         self._base.rotary_emb = rotary(config=config)
 
     @torch.no_grad()
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[t] -> [t, h]"""
-        with self._loaded(self._base.embed_tokens, "model.embed_tokens."):
-            found: Tensor = self._base.embed_tokens(tokens)
-        return found
+        with self._load_weights(self._base.embed_tokens, "model.embed_tokens."):
+            states: Tensor = self._base.embed_tokens(tokens)
+        return states
 
     @torch.no_grad()
-    def layers(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def apply_layers(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Apply some layers each to its own input, [t, h] -> [t, h]; the others are not even read."""
         if not inputs:
             return {}
-        found: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
 
-        def compute(index: int, forward: Callable[..., Tensor], hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+        def compute_layer(
+            index: int, forward: Callable[..., Tensor], hidden: Tensor, *arguments: Any, **named: Any
+        ) -> Tensor:
             if index in inputs:
-                with self._loaded(self._base.layers[index], f"model.layers.{index}."), self._refused(f"layer {index}"):
-                    found[index] = forward(inputs[index].to(self.dtype)[None], *others, **named)[0]
+                with (
+                    self._load_weights(self._base.layers[index], f"model.layers.{index}."),
+                    self._explain_mismatch(f"layer {index}"),
+                ):
+                    outputs[index] = forward(inputs[index].to(self.dtype)[None], *arguments, **named)[0]
             return hidden
 
         with ExitStack() as stack:
             # Run the whole model with replaced layers: it makes the masks and angles that layers take.
             for index, layer in enumerate(self._base.layers):
-                stack.enter_context(_replaced(layer, partial(compute, index, layer.forward)))
-            stack.enter_context(_replaced(self._base.norm, lambda hidden: hidden))
+                stack.enter_context(_replace_forward(layer, partial(compute_layer, index, layer.forward)))
+            stack.enter_context(_replace_forward(self._base.norm, lambda hidden: hidden))
             self._base(inputs_embeds=torch.zeros_like(next(iter(inputs.values())), dtype=self.dtype)[None])
-        return found
+        return outputs
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of the last layer's result. [t, h] -> [t, v]"""
-        with self._loaded(self._base.norm, "model.norm."):
+        with self._load_weights(self._base.norm, "model.norm."):
             normed = self._base.norm(hidden.to(self.dtype))
         if self.model.config.tie_word_embeddings:
-            with self._loaded(self._base.embed_tokens, "model.embed_tokens."):
+            with self._load_weights(self._base.embed_tokens, "model.embed_tokens."):
                 return functional.linear(normed, self._base.embed_tokens.weight)
         head: Any = self.model.get_output_embeddings()
-        with self._loaded(head, "lm_head."):
-            found: Tensor = head(normed)
-        return found
+        with self._load_weights(head, "lm_head."):
+            output: Tensor = head(normed)
+        return output
 
     @contextmanager
-    def _refused(self, part: str) -> Iterator[None]:
+    def _explain_mismatch(self, part: str) -> Iterator[None]:
         """Turn torch's error about sizes that contradict each other into one about the files."""
         try:
             yield
         except RuntimeError as error:
-            raise unusable(f"Transformers cannot compute {part} of {self.weights.folder}: {error}") from error
+            raise unusable_checkpoint(
+                f"Transformers cannot compute {part} of {self.weights.folder}: {error}"
+            ) from error
 
     @contextmanager
-    def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
+    def _load_weights(self, module: nn.Module, prefix: str) -> Iterator[None]:
         """The module has its weights, as Transformers itself reads them, and loses them again."""
         tensors = self.weights.tensors
         state = {
@@ -105,17 +112,19 @@ class Reference:
             for name, stored in tensors.items()
             if name.startswith(prefix)
         }
-        how = LoadStateDictConfig(
+        load_config = LoadStateDictConfig(
             device_map={"": "cpu"},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),  # noqa: SLF001 what from_pretrained asks
             weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
         )
-        convert_and_load_state_dict_in_model(self.model, state, how)
-        absent = [name for name, one in chain(module.named_parameters(), module.named_buffers()) if one.is_meta]
+        convert_and_load_state_dict_in_model(self.model, state, load_config)
+        absent = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if tensor.is_meta]
         if absent:
-            theirs = type(self.model).__name__
-            raise unusable(f"{self.weights.folder} has nothing for {prefix}{absent[0]} of Transformers' {theirs}")
+            class_name = type(self.model).__name__
+            raise unusable_checkpoint(
+                f"{self.weights.folder} has nothing for {prefix}{absent[0]} of Transformers' {class_name}"
+            )
         yield
         module.to("meta")
 
@@ -145,16 +154,16 @@ class AdaptedWeights:
 
     def read(self, name: str, part: Slices) -> Tensor:
         """One part of a tensor."""
-        found = self.base.read(name, part)
-        a, b = (self.adapters.get(one) for one in names_of_pair(name))
+        weight = self.base.read(name, part)
+        a, b = (self.adapters.get(factor) for factor in adapter_pair_names(name))
         if a is None or b is None:
-            return found
+            return weight
         # In float32, like the model that is trained: it is rounded once, to the type that the reference computes in.
-        return found.float() + (self.scale * b.float() @ a.float())[part]
+        return weight.float() + (self.scale * b.float() @ a.float())[part]
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     vars(module)["forward"] = forward
     yield
     del vars(module)["forward"]

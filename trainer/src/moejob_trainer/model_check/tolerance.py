@@ -43,7 +43,7 @@ class Comparison:
     largest: float
 
     @property
-    def differs(self) -> bool:
+    def is_different(self) -> bool:
         """True when the part computes something else."""
         return self.outliers > self.most_outliers
 
@@ -52,33 +52,42 @@ class Comparison:
         return f"{self.part} ({self.outliers} of {self.tokens} tokens differ, {by})"
 
 
-def tolerance_of(dtype: torch.dtype) -> Tolerance:
+def find_tolerance(dtype: torch.dtype) -> Tolerance:
     """The bound for weights of this type."""
     return _BOUNDS[dtype]
 
 
-def of_states(part: str, ours: Tensor, theirs: Tensor, before: Tensor, bound: Tolerance) -> Comparison:
+def compare_states(part: str, output: Tensor, expected: Tensor, before: Tensor, bound: Tolerance) -> Comparison:
     """Between two results of one layer, given what went in. [t, h]"""
-    ours, theirs, before = (one.double().cpu() for one in (ours, theirs, before))
-    allowed = bound.relative * _length(theirs - before) + bound.rounding * _length(theirs)
-    return _comparison(part, _length(ours - theirs), allowed, bound)
+    output, expected, before = (tensor.double().cpu() for tensor in (output, expected, before))
+    allowed = bound.relative * _row_norms(expected - before) + bound.rounding * _row_norms(expected)
+    return _make_comparison(part, _row_norms(output - expected), allowed, bound)
 
 
-def of_logits(part: str, ours: tuple[Tensor, Tensor], logits: Tensor, labels: Tensor, bound: Tolerance) -> Comparison:
+def compare_logits(
+    part: str, output: tuple[Tensor, Tensor], logits: Tensor, labels: Tensor, bound: Tolerance
+) -> Comparison:
     """Between log-probability and entropy of labels, and theirs from their logits. [t], [t, v]"""
-    theirs = logits.double().cpu().log_softmax(-1)
-    expected = theirs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(theirs.exp() * theirs).sum(-1)
+    log_probabilities = logits.double().cpu().log_softmax(-1)
+    expected = (
+        log_probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1),
+        -(log_probabilities.exp() * log_probabilities).sum(-1),
+    )
     # Of the same rounding, large logits make more.
     allowed = bound.logits * (1 + logits.double().cpu().abs().amax(-1))
-    apart = torch.stack([(one.double().cpu() - other).abs() for one, other in zip(ours, expected, strict=True)])
-    return _comparison(part, apart.amax(0), allowed, bound)
+    distances = torch.stack(
+        [(value.double().cpu() - expected_value).abs() for value, expected_value in zip(output, expected, strict=True)]
+    )
+    return _make_comparison(part, distances.amax(0), allowed, bound)
 
 
-def _comparison(part: str, apart: Tensor, allowed: Tensor, bound: Tolerance) -> Comparison:
+def _make_comparison(part: str, distances: Tensor, allowed: Tensor, bound: Tolerance) -> Comparison:
     # What is not a number is not within.
-    outliers = int((~(apart <= allowed)).sum())
-    return Comparison(part, outliers, len(apart), bound.outliers * len(apart), float((apart / allowed).max()))
+    outliers = int((~(distances <= allowed)).sum())
+    return Comparison(
+        part, outliers, len(distances), bound.outliers * len(distances), float((distances / allowed).max())
+    )
 
 
-def _length(rows: Tensor) -> Tensor:
+def _row_norms(rows: Tensor) -> Tensor:
     return rows.square().sum(-1).sqrt()

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from moejob_trainer.data.packing import rank_batch, slots_of_ranks
+from moejob_trainer.data.packing import assign_slots, build_micro_batches
 from moejob_trainer.data.stream import BatchShare
 from moejob_trainer.training import Document, MicroBatch
 
 
-class NextTokens(Protocol):
+class NextTokenModel(Protocol):
     """A model spread over ranks, all of which call it together."""
 
     def next_tokens(self, batches: Sequence[MicroBatch], documents: int) -> list[int]:
@@ -26,38 +26,38 @@ class NextTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class AnswerBounds:
     """The ends of an answer."""
 
     stop_tokens: Collection[int]
     max_new_tokens: int
 
 
-def answers(
-    engine: NextTokens,
+def generate_answers(
+    engine: NextTokenModel,
     prompts: Sequence[Sequence[int]],
-    bounds: Bounds,
+    bounds: AnswerBounds,
     share: BatchShare,
-    passed: Callable[[], object] = lambda: None,
+    after_each_token: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Return the tokens of each prompt's answer, its end included; call back once all answers have one token more."""
-    found: list[list[int]] = [[] for _ in prompts]
-    asked = [*range(len(prompts))]
+    answers: list[list[int]] = [[] for _ in prompts]
+    unfinished = [*range(len(prompts))]
     for _ in range(bounds.max_new_tokens):
-        if not asked:
+        if not unfinished:
             break
-        tokens = _next([[*prompts[place], *found[place]] for place in asked], engine, share)
-        for place, token in zip(asked, tokens, strict=True):
-            found[place].append(token)
-        asked = [place for place in asked if found[place][-1] not in bounds.stop_tokens]
-        passed()
-    return found
+        tokens = _next_tokens([[*prompts[place], *answers[place]] for place in unfinished], engine, share)
+        for place, token in zip(unfinished, tokens, strict=True):
+            answers[place].append(token)
+        unfinished = [place for place in unfinished if answers[place][-1] not in bounds.stop_tokens]
+        after_each_token()
+    return answers
 
 
-def _next(texts: Sequence[Sequence[int]], engine: NextTokens, share: BatchShare) -> list[int]:
+def _next_tokens(texts: Sequence[Sequence[int]], engine: NextTokenModel, share: BatchShare) -> list[int]:
     documents = [
         Document(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32), number)
         for number, tokens in enumerate(texts)
     ]
-    slots = slots_of_ranks([len(tokens) for tokens in texts], share.plan)[share.rank]
-    return engine.next_tokens(rank_batch(documents, slots, share.plan), len(documents))
+    slots = assign_slots([len(tokens) for tokens in texts], share.plan)[share.rank]
+    return engine.next_tokens(build_micro_batches(documents, slots, share.plan), len(documents))

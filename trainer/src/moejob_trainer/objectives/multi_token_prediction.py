@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moejob_trainer.objectives.losses import cross_entropy
-from moejob_trainer.training import LossTerms, Mean, MicroBatch, TokenOutputs
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, WeightedMean
 
 
 def mtp_loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -15,7 +15,7 @@ def mtp_loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
     """
     if not outputs.mtp:
         return LossTerms(torch.zeros_like(batch.weights[0]))
-    weights = [batch.ahead(batch.weights, by) for by, _ in enumerate(outputs.mtp, 1)]
+    weights = [batch.shift_ahead(batch.weights, by) for by, _ in enumerate(outputs.mtp, 1)]
     losses = torch.stack([cross_entropy(*pair) for pair in zip(outputs.mtp, weights, strict=True)])
     weight = torch.stack(weights).sum()
-    return LossTerms(losses.mean(), {"mtpLoss": Mean(losses.sum(), weight)})
+    return LossTerms(losses.mean(), {"mtpLoss": WeightedMean(losses.sum(), weight)})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from moejob_trainer.objectives.losses import cross_entropy
-from moejob_trainer.training import LossTerms, Mean, MicroBatch, TokenOutputs, TrainingEngine
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, WeightedMean
 
 
 class BatchSource(Protocol):
@@ -37,7 +37,7 @@ class SupervisedFineTuning:
         weight = batch.weights.sum()
         return LossTerms(
             total=cross_entropy(outputs.log_probabilities, batch.weights),
-            metrics={"entropy": Mean((outputs.entropy * batch.weights).sum(), weight)},
+            metrics={"entropy": WeightedMean((outputs.entropy * batch.weights).sum(), weight)},
         )
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -13,76 +13,76 @@ from moejob_api.job.grpo import BuiltInReward, Reward
 from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
 from moejob_trainer.rewards.math_bounds import bounded_mathematics
 
-Score = Callable[[Completion], float]
+ScoreFunction = Callable[[Completion], float]
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
-def built_in(reward: Reward) -> Score:
+def built_in_score(reward: Reward) -> ScoreFunction:
     """Return the function of a built-in reward."""
     match reward.name:
         case BuiltInReward.EXACT_MATCH:
-            return partial(_exact_match, reference=reward.reference)
+            return partial(_score_exact_match, reference=reward.reference)
         case BuiltInReward.NUMERIC:
-            return partial(_numeric, reference=reward.reference)
+            return partial(_score_numeric, reference=reward.reference)
         case BuiltInReward.MATH:
-            return _math(reward.reference)
+            return _build_math_score(reward.reference)
         case BuiltInReward.FORMAT:
-            return partial(_format, pattern=_compiled(reward.pattern or ""))
+            return partial(_score_format, pattern=_compile_pattern(reward.pattern or ""))
         case BuiltInReward.LENGTH:
-            return _length
+            return _score_length
         case None:
             raise ValueError("a reward without a name is not built in")
         case _:
             assert_never(reward.name)
 
 
-def _exact_match(completion: Completion, reference: str) -> float:
-    return float(completion.text.strip() == _reference(completion, reference).strip())
+def _score_exact_match(completion: Completion, reference: str) -> float:
+    return float(completion.text.strip() == _reference_answer(completion, reference).strip())
 
 
-def _numeric(completion: Completion, reference: str) -> float:
+def _score_numeric(completion: Completion, reference: str) -> float:
     """The last number counts, as in the answers of GSM8K: `... #### 1,200` is 1200."""
-    right = _last_number(_reference(completion, reference))
-    if right is None:
-        expected = _reference(completion, reference)
+    expected_number = _last_number(_reference_answer(completion, reference))
+    if expected_number is None:
+        expected = _reference_answer(completion, reference)
         raise RewardFailed(FailureKind.RECORD, f"field {reference} of the prompt, {expected!r}, has no number")
-    return float(_last_number(completion.text) == right)
+    return float(_last_number(completion.text) == expected_number)
 
 
-def _math(reference: str) -> Score:
+def _build_math_score(reference: str) -> ScoreFunction:
     # Half a second of imports, which only this reward needs.
     from math_verify import parse, verify  # noqa: PLC0415
 
     # It warns at each start that time is not limited, which it is.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def verified(right: list[Any], text: str) -> float:
+    def verify_answer(expected: list[Any], text: str) -> float:
         # An answer that cannot be parsed is wrong, and the reward has not failed. Time is limited from outside.
-        return float(verify(right, parse(text, parsing_timeout=None), timeout_seconds=None))
+        return float(verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None))
 
-    def score(completion: Completion) -> float:
-        expected = _reference(completion, reference)
-        right = parse(expected, parsing_timeout=None)
-        if not right:
+    def score_completion(completion: Completion) -> float:
+        expected = _reference_answer(completion, reference)
+        parsed_reference = parse(expected, parsing_timeout=None)
+        if not parsed_reference:
             raise RewardFailed(FailureKind.RECORD, f"field {reference} of the prompt, {expected!r}, is no mathematics")
         text = bounded_mathematics(completion.text)
-        return 0.0 if text is None else verified(right, text)
+        return 0.0 if text is None else verify_answer(parsed_reference, text)
 
     # Tables of the parsers are built at the first use, and must not be charged to the first answer.
-    verified(parse("$1$", parsing_timeout=None), r"$\frac{1}{1}$")
-    return score
+    verify_answer(parse("$1$", parsing_timeout=None), r"$\frac{1}{1}$")
+    return score_completion
 
 
-def _format(completion: Completion, pattern: re.Pattern[str]) -> float:
+def _score_format(completion: Completion, pattern: re.Pattern[str]) -> float:
     return float(pattern.fullmatch(completion.text) is not None)
 
 
-def _length(completion: Completion) -> float:
+def _score_length(completion: Completion) -> float:
     return completion.tokens / completion.max_new_tokens
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -90,19 +90,19 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise RewardFailed(FailureKind.IMPORT, message) from error
 
 
-def _reference(completion: Completion, name: str) -> str:
+def _reference_answer(completion: Completion, name: str) -> str:
     if name not in completion.fields:
-        known = ", ".join(sorted(completion.fields)) or "none"
-        message = f"the record of the prompt has no field {name} (it has {known}); set reference"
+        field_names = ", ".join(sorted(completion.fields)) or "none"
+        message = f"the record of the prompt has no field {name} (it has {field_names}); set reference"
         raise RewardFailed(FailureKind.RECORD, message)
     return str(completion.fields[name])
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    if not found:
+    numbers = _NUMBER.findall(text)
+    if not numbers:
         return None
     try:
-        return Decimal(found[-1].replace(",", ""))
+        return Decimal(numbers[-1].replace(",", ""))
     except InvalidOperation:
         return None

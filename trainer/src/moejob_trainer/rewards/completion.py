@@ -26,11 +26,11 @@ class FailureKind(StrEnum):
 
 
 # Failures that every answer would have: the run ends, whatever rewardFailure says.
-FINAL = frozenset({FailureKind.IMPORT, FailureKind.REFUSED})
+FINAL_FAILURES = frozenset({FailureKind.IMPORT, FailureKind.REFUSED})
 # Failures that may be gone at the next try, though nothing is changed.
-MAY_PASS = frozenset({FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED})
+PASSING_FAILURES = frozenset({FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED})
 # Failures of a whole batch, which say nothing about a single completion.
-OF_BATCH = frozenset({*FINAL, FailureKind.AWAY})
+BATCH_FAILURES = frozenset({*FINAL_FAILURES, FailureKind.AWAY})
 
 
 class RewardFailed(RuntimeError):

@@ -35,13 +35,13 @@ class Interruption:
     def __init__(self) -> None:
         self._is_armed = False
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """Take the signals of the parent, and of this process's own timer."""
-        signal.signal(INTERRUPT, self._raise)
-        signal.signal(signal.SIGPROF, self._raise)
+        signal.signal(INTERRUPT, self._raise_interrupted)
+        signal.signal(signal.SIGPROF, self._raise_interrupted)
 
     @contextmanager
-    def armed(self, seconds: float | None = None) -> Iterator[None]:
+    def allow_interrupts(self, seconds: float | None = None) -> Iterator[None]:
         """Let the parent interrupt the block, and the kernel after these seconds of a processor."""
         self._is_armed = True
         if seconds is not None:
@@ -55,7 +55,7 @@ class Interruption:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
-    def _raise(self, _signal: int, _frame: FrameType | None) -> None:
+    def _raise_interrupted(self, _signal: int, _frame: FrameType | None) -> None:
         if self._is_armed:
             self._is_armed = False
             raise Interrupted

@@ -27,18 +27,22 @@ class RewardFunction:
         self._is_conversational = reward.conversational
         self._runner: asyncio.Runner | None = None
 
-    def scores(self, completions: Sequence[Completion]) -> list[float]:
+    def score_batch(self, completions: Sequence[Completion]) -> list[float]:
         """Return the score of each completion: f(prompts, completions, **fields), sync or async."""
         names = sorted({name for completion in completions for name in completion.fields})
         fields = {name: [completion.fields.get(name) for completion in completions] for name in names}
         returned = self._call(
-            **{**fields, "prompts": self._prompts(completions), "completions": self._answers(completions)}
+            **{
+                **fields,
+                "prompts": self._prompt_arguments(completions),
+                "completions": self._completion_arguments(completions),
+            }
         )
         if inspect.isawaitable(returned):
-            returned = self._awaited(returned)
-        return valid_scores(returned, len(completions))
+            returned = self._await_result(returned)
+        return validate_scores(returned, len(completions))
 
-    def _prompts(self, completions: Sequence[Completion]) -> list[Any]:
+    def _prompt_arguments(self, completions: Sequence[Completion]) -> list[Any]:
         if not self._is_conversational:
             return [completion.prompt for completion in completions]
         return [
@@ -46,19 +50,19 @@ class RewardFunction:
             for completion in completions
         ]
 
-    def _answers(self, completions: Sequence[Completion]) -> list[Any]:
+    def _completion_arguments(self, completions: Sequence[Completion]) -> list[Any]:
         if not self._is_conversational:
             return [completion.text for completion in completions]
         return [[{"role": "assistant", "content": completion.text}] for completion in completions]
 
-    def _awaited(self, returned: Any) -> Any:
-        async def waited() -> Any:
+    def _await_result(self, returned: Any) -> Any:
+        async def wait_for_result() -> Any:
             return await returned
 
         if self._runner is None:
             self._runner = asyncio.Runner()
         try:
-            return self._runner.run(waited())
+            return self._runner.run(wait_for_result())
         except BaseException:
             # An interrupted loop may hold half of a request, so the next call starts a new one.
             self._runner = None
@@ -73,55 +77,59 @@ def load_function(module: str, folder: str | None) -> Callable[..., Any]:
     if folder is not None:
         sys.path.insert(0, folder)
     try:
-        loaded = getattr(importlib.import_module(name), attribute, None)
+        function = getattr(importlib.import_module(name), attribute, None)
     # An import runs whatever the module says, and may even exit.
     except (Exception, SystemExit) as error:
         where = f"in modulePath {folder}" if folder else "in this Python; set modulePath, or install it"
-        raise RewardFailed(FailureKind.IMPORT, f"{name} cannot be imported {where}: {described(error)}") from error
-    if not callable(loaded):
+        raise RewardFailed(FailureKind.IMPORT, f"{name} cannot be imported {where}: {describe_error(error)}") from error
+    if not callable(function):
         raise RewardFailed(FailureKind.IMPORT, f"module {name} has no function {attribute}")
-    return loaded  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
-def valid_scores(returned: Any, count: int) -> list[float]:
+def validate_scores(returned: Any, count: int) -> list[float]:
     """Return scores as numbers; RewardFailed where they are something else."""
     if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__iter__"):
-        raise RewardFailed(FailureKind.WRONG_TYPE, f"it returned {_shown(returned)}, which is no list of scores")
+        raise RewardFailed(
+            FailureKind.WRONG_TYPE, f"it returned {_shorten_value(returned)}, which is no list of scores"
+        )
     values = list(returned)
     if len(values) != count:
         raise RewardFailed(FailureKind.WRONG_COUNT, f"it returned {len(values)} scores for {count} completions")
-    return [_valid_score(value) for value in values]
+    return [_validate_score(value) for value in values]
 
 
-def _valid_score(value: Any) -> float:
+def _validate_score(value: Any) -> float:
     try:
         score = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError) as error:
         kind = FailureKind.NOT_FINITE if isinstance(error, OverflowError) else FailureKind.WRONG_TYPE
-        raise RewardFailed(kind, f"it returned {_shown(value)}, which is no finite number") from error
+        raise RewardFailed(kind, f"it returned {_shorten_value(value)}, which is no finite number") from error
     if isinstance(value, str | bytes | bytearray):
-        raise RewardFailed(FailureKind.WRONG_TYPE, f"it returned {_shown(value)}, which is text and no finite number")
+        raise RewardFailed(
+            FailureKind.WRONG_TYPE, f"it returned {_shorten_value(value)}, which is text and no finite number"
+        )
     if not math.isfinite(score):
-        raise RewardFailed(FailureKind.NOT_FINITE, f"it returned {_shown(value)}, which is no finite number")
+        raise RewardFailed(FailureKind.NOT_FINITE, f"it returned {_shorten_value(value)}, which is no finite number")
     return score
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception with the last frames of its traceback, ours left out."""
-    ours = str(Path(__file__).parent)
+    own_folder = str(Path(__file__).parent)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, "<frozen importlib"))
+        if not frame.filename.startswith((own_folder, "<frozen importlib"))
         and not frame.filename.endswith("/importlib/__init__.py")
     ]
     places = "".join(
         f" [{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}]" for frame in frames[-_LAST_FRAMES:]
     )
-    return f"{_message(error)}{places}"
+    return f"{_error_message(error)}{places}"
 
 
-def _message(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     # Whatever __str__ of a user's exception does.
     try:
         text = str(error)
@@ -130,7 +138,7 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_MOST_MESSAGE]
 
 
-def _shown(value: object) -> str:
+def _shorten_value(value: object) -> str:
     # An integer of millions of digits, or whatever __repr__ of a user's object does.
     try:
         text = repr(value)

@@ -27,16 +27,16 @@ _NOTHING = "?"
 
 def bounded_mathematics(text: str) -> str | None:
     """Return the text without numbers that are out of bounds; None where it is nested too deeply."""
-    if _depth(text) > MOST_DEPTH:
+    if _bracket_depth(text) > MOST_DEPTH:
         return None
     text = _DIGITS.sub(_NOTHING, text)
     text = _SCIENTIFIC.sub(_NOTHING, text)
     text = _FACTORIAL.sub(lambda match: _NOTHING if _is_large_factorial(match) else match[0], text)
     text = _TOWER.sub(lambda match: _NOTHING if _is_large_tower(match[0]) else match[0], text)
-    return _EXPONENT.sub(lambda match: _NOTHING if _value(match[1]) > MOST_EXPONENT else match[0], text)
+    return _EXPONENT.sub(lambda match: _NOTHING if _number_value(match[1]) > MOST_EXPONENT else match[0], text)
 
 
-def _depth(text: str) -> int:
+def _bracket_depth(text: str) -> int:
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -48,12 +48,12 @@ def _depth(text: str) -> int:
 
 
 def _is_large_factorial(match: re.Match[str]) -> bool:
-    return match[0].count("!") > 1 or _value(match[1]) > _LARGEST_FACTORIAL
+    return match[0].count("!") > 1 or _number_value(match[1]) > _LARGEST_FACTORIAL
 
 
 def _is_large_tower(text: str) -> bool:
     """Return whether a ** b ** c has more digits than MOST_DIGITS, or an exponent above MOST_EXPONENT on its way."""
-    values = [_value(number) for number in re.findall(_NUMBER, text)]
+    values = [_number_value(number) for number in re.findall(_NUMBER, text)]
     exponent = values.pop()
     while values:
         base = values.pop()
@@ -63,7 +63,7 @@ def _is_large_tower(text: str) -> bool:
     return False
 
 
-def _value(number: str) -> float:
+def _number_value(number: str) -> float:
     try:
         return float(re.sub(r"[,_]", "", number).rstrip("."))
     except (ValueError, OverflowError):

@@ -25,12 +25,12 @@ class WorkerFailure(BaseModel):
     kind: FailureKind
     message: str
 
-    def error(self) -> RewardFailed:
+    def as_error(self) -> RewardFailed:
         """Return the exception to raise for it."""
         return RewardFailed(self.kind, self.message)
 
 
-class WorkerAnswer(BaseModel):
+class WorkerReply(BaseModel):
     """The scores of one request, or its failure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -44,21 +44,23 @@ class WorkerAnswer(BaseModel):
 def request_line(number: int, completions: Sequence[Completion]) -> bytes:
     """Return a request as it is sent; RewardFailed for a record that JSON cannot hold."""
     try:
-        text = json.dumps({"request": number, "completions": [asdict(each) for each in completions]}, default=str)
+        text = json.dumps(
+            {"request": number, "completions": [asdict(completion) for completion in completions]}, default=str
+        )
     except (ValueError, RecursionError) as error:
         raise RewardFailed(FailureKind.RECORD, f"a record cannot be sent to the reward: {error}") from error
     return text.encode() + b"\n"
 
 
-def requested(line: str) -> tuple[int, list[Completion]]:
+def read_request(line: str) -> tuple[int, list[Completion]]:
     """Return the number and the completions of a request."""
     values = json.loads(line)
-    return values["request"], [Completion(**each) for each in values["completions"]]
+    return values["request"], [Completion(**fields) for fields in values["completions"]]
 
 
-def answered(line: bytes) -> WorkerAnswer:
+def read_reply(line: bytes) -> WorkerReply:
     """Return the reply in a line; RewardFailed where the line is none."""
     try:
-        return WorkerAnswer.model_validate_json(line)
+        return WorkerReply.model_validate_json(line)
     except ValueError as error:
         raise RewardFailed(FailureKind.UNREADABLE, "its process wrote a line that is no answer") from error

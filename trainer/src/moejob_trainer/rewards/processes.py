@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from moejob_api.job.grpo import Reward
 from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
 from moejob_trainer.rewards.confinement import INTERRUPT, worker_environment
-from moejob_trainer.rewards.messages import READY, answered, request_line
+from moejob_trainer.rewards.messages import READY, read_reply, request_line
 
 # More than the scores of the largest batch take.
 _MOST_LINE_BYTES = 16 * 2**20
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _RunningWorker:
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -41,24 +41,24 @@ class WorkerProcess:
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        self._worker: _Worker | None = None
+        self._worker: _RunningWorker | None = None
         self._is_ready = False
         self._request = READY
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Start the process, which imports what it needs meanwhile."""
         if self._worker is None:
-            self._worker, self._is_ready = await _start_worker(self._reward), False
+            self._worker, self._is_ready = await _start_reward_worker(self._reward), False
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until the process can score; raises RewardFailed."""
-        await self.begin()
+        await self.start()
         if self._is_ready:
             return
         limit = self._reward.start_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                await self._answer(READY)
+                await self._read_scores(READY)
         except TimeoutError:
             await self.close()
             raise RewardFailed(
@@ -70,17 +70,17 @@ class WorkerProcess:
             raise
         self._is_ready = True
 
-    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
+    async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
         """Return the process's score of each; raises RewardFailed."""
-        await self.ready()
+        await self.wait_until_ready()
         self._request += 1
         line = request_line(self._request, completions)
         try:
             async with asyncio.timeout(self._reward.timeout_seconds):
                 await self._send(line)
-                return await self._answer(self._request)
+                return await self._read_scores(self._request)
         except TimeoutError:
-            await self._interrupt()
+            await self._interrupt_batch()
             raise RewardFailed(FailureKind.TIMEOUT, f"it took longer than {self._reward.timeout_seconds} s") from None
 
     async def close(self) -> None:
@@ -90,9 +90,9 @@ class WorkerProcess:
             return
         _signal_session(worker.process, signal.SIGKILL)
         worker.writer.close()
-        await _exit_code(worker.process, _REAP_SECONDS)
+        await _wait_for_exit(worker.process, _REAP_SECONDS)
 
-    async def _interrupt(self) -> None:
+    async def _interrupt_batch(self) -> None:
         """End the batch; the process too where it does not let itself be interrupted."""
         if self._worker is None:
             return
@@ -100,7 +100,7 @@ class WorkerProcess:
             self._worker.process.send_signal(INTERRUPT)
         try:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
-                await self._answer(self._request)
+                await self._read_scores(self._request)
         except RewardFailed:
             # The process has reported the interruption, or died of it, and then there is no worker any more.
             return
@@ -114,21 +114,21 @@ class WorkerProcess:
             self._worker.writer.write(line)
             await self._worker.writer.drain()
 
-    async def _answer(self, request: int) -> Sequence[object]:
+    async def _read_scores(self, request: int) -> Sequence[object]:
         """Return the scores of this request; skip replies to earlier ones."""
         while True:
             try:
-                answer = answered(await self._line())
+                reply = read_reply(await self._read_line())
             except RewardFailed:
                 await self.close()
                 raise
-            if answer.request != request:
+            if reply.request != request:
                 continue
-            if answer.failure is not None:
-                raise answer.failure.error()
-            return answer.scores
+            if reply.failure is not None:
+                raise reply.failure.as_error()
+            return reply.scores
 
-    async def _line(self) -> bytes:
+    async def _read_line(self) -> bytes:
         if self._worker is None:
             raise RuntimeError("a worker is started before it is asked")
         process = self._worker.process
@@ -149,13 +149,13 @@ class WorkerProcess:
         finally:
             reading.cancel()
         if not line.endswith(b"\n"):
-            raise RewardFailed(FailureKind.DIED, await _death(process))
+            raise RewardFailed(FailureKind.DIED, await _describe_death(process))
         return line
 
 
-async def _death(process: subprocess.Popen[bytes]) -> str:
+async def _describe_death(process: subprocess.Popen[bytes]) -> str:
     # The socket closes a moment before the process is gone.
-    code = await _exit_code(process, 1.0)
+    code = await _wait_for_exit(process, 1.0)
     if code is None:
         return "its process closed its connection"
     if -code in (signal.SIGVTALRM, signal.SIGPROF):
@@ -163,7 +163,7 @@ async def _death(process: subprocess.Popen[bytes]) -> str:
     return f"its process died {f'with exit code {code}' if code >= 0 else f'of {signal.Signals(-code).name}'}"
 
 
-async def _exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+async def _wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     """Return the exit code of a process that is about to end; None where it does not within these seconds."""
     for _ in range(round(seconds / _LOOK_SECONDS)):
         if process.poll() is not None:
@@ -177,16 +177,16 @@ def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) ->
         os.killpg(process.pid, number)
 
 
-async def _start_worker(reward: Reward) -> _Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = _started_process(reward, theirs.fileno())
-    reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE_BYTES)
+async def _start_reward_worker(reward: Reward) -> _RunningWorker:
+    own_socket, worker_socket = socket.socketpair()
+    with worker_socket:
+        process = _start_worker_process(reward, worker_socket.fileno())
+    reader, writer = await asyncio.open_connection(sock=own_socket, limit=_MOST_LINE_BYTES)
     writer.write(reward.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n")
-    return _Worker(process, reader, writer)
+    return _RunningWorker(process, reader, writer)
 
 
-def _started_process(reward: Reward, connection: int) -> subprocess.Popen[bytes]:
+def _start_worker_process(reward: Reward, connection: int) -> subprocess.Popen[bytes]:
     # What a user's function prints goes to the log, and its standard input is empty.
     return subprocess.Popen(
         [sys.executable, "-m", "moejob_trainer.rewards.worker", str(connection)],

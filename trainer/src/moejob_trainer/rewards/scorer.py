@@ -17,36 +17,43 @@ from typing import Protocol, Self
 
 from moejob_api.job.grpo import BuiltInReward, Reward, RewardFailure
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.rewards.built_in import built_in
-from moejob_trainer.rewards.completion import FINAL, MAY_PASS, OF_BATCH, Completion, FailureKind, RewardFailed
-from moejob_trainer.rewards.functions import valid_scores
+from moejob_trainer.rewards.built_in import built_in_score
+from moejob_trainer.rewards.completion import (
+    BATCH_FAILURES,
+    FINAL_FAILURES,
+    PASSING_FAILURES,
+    Completion,
+    FailureKind,
+    RewardFailed,
+)
+from moejob_trainer.rewards.functions import validate_scores
 from moejob_trainer.rewards.processes import WorkerProcess
-from moejob_trainer.rewards.service import Service, shown_url
+from moejob_trainer.rewards.service import RewardService, redacted_url
 
 # After a batch has failed, each of its completions is scored alone, for this many times timeoutSeconds in all.
 ALONE_TIMEOUTS = 3
 
-_Waiting = tuple[Completion, asyncio.Future[float]]
+_WaitingCompletion = tuple[Completion, asyncio.Future[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CompletionScore:
     """The total score of one completion and the score of each reward; NaN where a reward failed."""
 
     total: float
     parts: Mapping[str, float]
 
 
-class Backend(Protocol):
+class RewardBackend(Protocol):
     """A scorer of batches: a process, a service, or a function of this process."""
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Start processes, without waiting until they are ready."""
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until it can score; raises RewardFailed."""
 
-    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
+    async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
         """Return a score for each; raises RewardFailed."""
 
     async def close(self) -> None:
@@ -63,28 +70,30 @@ class Scorer:
         self.failures: Counter[str] = Counter()
         self.kinds: dict[str, Counter[FailureKind]] = {}
         self.last_failure: dict[str, str] = {}
-        self._batched: list[_Batched] = []
+        self._batched_rewards: list[_BatchedReward] = []
 
     async def __aenter__(self) -> Self:
-        if not self._batched:
-            self._batched = [_Batched(reward) for reward in self._rewards]
-            for batched in self._batched:
+        if not self._batched_rewards:
+            self._batched_rewards = [_BatchedReward(reward) for reward in self._rewards]
+            for batched in self._batched_rewards:
                 await batched.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for batched in self._batched:
+        for batched in self._batched_rewards:
             await batched.close()
-        self._batched = []
+        self._batched_rewards = []
 
     @property
     def is_started(self) -> bool:
         """Return whether there is something to end."""
-        return bool(self._batched)
+        return bool(self._batched_rewards)
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until every reward can score; BadConfiguration where a reward cannot start."""
-        outcomes = await asyncio.gather(*(batched.ready() for batched in self._batched), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(batched.wait_until_ready() for batched in self._batched_rewards), return_exceptions=True
+        )
         for name, outcome in zip(self.names, outcomes, strict=True):
             if isinstance(outcome, RewardFailed):
                 raise BadConfiguration(f"reward {name} cannot start ({outcome.kind}): {outcome}") from outcome
@@ -96,30 +105,34 @@ class Scorer:
         self.failures.clear()
         self.kinds.clear()
 
-    def nothing_left(self, what: str) -> Exception:
+    def no_groups_error(self, dropped_groups: str) -> Exception:
         """Return the error for a step in which failed rewards have left no group."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.last_failure.items())
-        message = f"{what} was dropped for a failed reward ({reasons})"
+        message = f"{dropped_groups} was dropped for a failed reward ({reasons})"
         kinds = {kind for counts in self.kinds.values() for kind in counts}
-        return TransientFailure(message) if kinds & MAY_PASS else BadConfiguration(message)
+        return TransientFailure(message) if kinds & PASSING_FAILURES else BadConfiguration(message)
 
-    async def attempt(self, completion: Completion) -> dict[str, RewardFailed]:
+    async def try_completion(self, completion: Completion) -> dict[str, RewardFailed]:
         """Return the failures by the name of the reward, for a completion that belongs to no step."""
-        outcomes = await asyncio.gather(*(each.score(completion) for each in self._batched), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(batched.score_completion(completion) for batched in self._batched_rewards), return_exceptions=True
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, RewardFailed):
                 raise outcome
         pairs = zip(self.names, outcomes, strict=True)
         return {name: outcome for name, outcome in pairs if isinstance(outcome, RewardFailed)}
 
-    async def score(self, completion: Completion) -> Score:
+    async def score_completion(self, completion: Completion) -> CompletionScore:
         """Return the score of a completion. Raises where a failed reward is to stop the run."""
-        outcomes = await asyncio.gather(*(each.score(completion) for each in self._batched), return_exceptions=True)
-        parts = dict(zip(self.names, map(self._value, self.names, outcomes), strict=True))
+        outcomes = await asyncio.gather(
+            *(batched.score_completion(completion) for batched in self._batched_rewards), return_exceptions=True
+        )
+        parts = dict(zip(self.names, map(self._resolve_outcome, self.names, outcomes), strict=True))
         total = math.fsum(reward.weight * part for reward, part in zip(self._rewards, parts.values(), strict=True))
-        return Score(total, parts)
+        return CompletionScore(total, parts)
 
-    def _value(self, name: str, outcome: float | BaseException) -> float:
+    def _resolve_outcome(self, name: str, outcome: float | BaseException) -> float:
         if isinstance(outcome, float):
             return outcome
         if not isinstance(outcome, RewardFailed):
@@ -130,7 +143,7 @@ class Scorer:
         self.last_failure[name] = text
         if outcome.kind is FailureKind.AWAY:
             raise TransientFailure(f"reward {name} failed ({text}); the run is tried again")
-        if outcome.kind in FINAL:
+        if outcome.kind in FINAL_FAILURES:
             raise BadConfiguration(f"reward {name} failed, and would again ({text})")
         if self._failure is RewardFailure.STOP:
             raise BadConfiguration(f"reward {name} failed and grpo.rewardFailure is Stop ({text})")
@@ -139,67 +152,67 @@ class Scorer:
 
 def reward_names(rewards: Sequence[Reward]) -> tuple[str, ...]:
     """Return the name of each reward in metrics and logs: the second of the same is named name-2."""
-    seen: Counter[str] = Counter()
+    name_counts: Counter[str] = Counter()
     names = []
     for reward in rewards:
-        name = str(reward.metric_name or reward.name or reward.module or shown_url(reward.url or ""))
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+        name = str(reward.metric_name or reward.name or reward.module or redacted_url(reward.url or ""))
+        name_counts[name] += 1
+        names.append(name if name_counts[name] == 1 else f"{name}-{name_counts[name]}")
     return tuple(names)
 
 
-class _Immediate:
+class _ImmediateReward:
     """Rewards that take microseconds and cannot hang need no process."""
 
     def __init__(self, reward: Reward) -> None:
-        self._score = built_in(reward)
+        self._score_function = built_in_score(reward)
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Nothing is started."""
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Nothing is imported."""
 
-    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
-        return [self._score(completion) for completion in completions]
+    async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
+        return [self._score_function(completion) for completion in completions]
 
     async def close(self) -> None:
         """Nothing was started."""
 
 
-def _backend(reward: Reward) -> Backend:
+def _build_backend(reward: Reward) -> RewardBackend:
     if reward.url is not None:
-        return Service(reward, os.environ)
+        return RewardService(reward, os.environ)
     if reward.name in (BuiltInReward.EXACT_MATCH, BuiltInReward.NUMERIC, BuiltInReward.LENGTH):
-        return _Immediate(reward)
+        return _ImmediateReward(reward)
     return WorkerProcess(reward)
 
 
-class _Batched:
+class _BatchedReward:
     """One reward: completions that wait are scored together, by a few backends at a time."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
         # A built-in reward scores one answer in milliseconds, and a batch would die with the worst of its answers.
-        self._most = 1 if reward.name is not None else reward.batch_size
-        self._waiting: deque[_Waiting] = deque()
+        self._most_completions = 1 if reward.name is not None else reward.batch_size
+        self._waiting: deque[_WaitingCompletion] = deque()
         self._changed = asyncio.Event()
-        self._backends: list[Backend] = []
+        self._backends: list[RewardBackend] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the backends, which may take a while to be ready."""
         try:
-            self._backends = [_backend(self._reward) for _ in range(self._reward.concurrency)]
-        except RewardFailed as failed:
-            raise BadConfiguration(f"reward {reward_names([self._reward])[0]} ({failed.kind}): {failed}") from failed
+            self._backends = [_build_backend(self._reward) for _ in range(self._reward.concurrency)]
+        except RewardFailed as failure:
+            raise BadConfiguration(f"reward {reward_names([self._reward])[0]} ({failure.kind}): {failure}") from failure
         for backend in self._backends:
-            await backend.begin()
-            self._tasks.append(asyncio.create_task(self._work(backend)))
+            await backend.start()
+            self._tasks.append(asyncio.create_task(self._run_backend(backend)))
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait for the first backend: the others import the same."""
-        await self._backends[0].ready()
+        await self._backends[0].wait_until_ready()
 
     async def close(self) -> None:
         """End the backends, and cancel the completions that still wait."""
@@ -211,65 +224,67 @@ class _Batched:
         for _, future in self._waiting:
             future.cancel()
 
-    async def score(self, completion: Completion) -> float:
+    async def score_completion(self, completion: Completion) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((completion, future))
         self._changed.set()
         return await future
 
-    async def _work(self, backend: Backend) -> None:
+    async def _run_backend(self, backend: RewardBackend) -> None:
         while True:
             await self._changed.wait()
-            size = min(self._most, len(self._waiting))
+            size = min(self._most_completions, len(self._waiting))
             batch = [self._waiting.popleft() for _ in range(size)]
             if not self._waiting:
                 self._changed.clear()
             if batch:
-                await self._settle(backend, batch)
+                await self._settle_batch(backend, batch)
 
-    async def _settle(self, backend: Backend, batch: Sequence[_Waiting]) -> None:
+    async def _settle_batch(self, backend: RewardBackend, batch: Sequence[_WaitingCompletion]) -> None:
         """Give every future of the batch a score or a failure; any other exception ends the run as a bug."""
         try:
-            failed = await self._score(backend, batch)
-            if failed is not None:
-                await self._settle_alone(backend, batch, failed)
+            failure = await self._score_batch(backend, batch)
+            if failure is not None:
+                await self._settle_alone(backend, batch, failure)
         except Exception as error:  # noqa: BLE001 an error that ended this task would leave its futures waiting
             for _, future in batch:
-                _fail(future, error)
+                _fail_future(future, error)
         finally:
             for _, future in batch:
                 future.cancel()
 
-    async def _score(self, backend: Backend, batch: Sequence[_Waiting]) -> RewardFailed | None:
+    async def _score_batch(self, backend: RewardBackend, batch: Sequence[_WaitingCompletion]) -> RewardFailed | None:
         """Return the failure of a batch, None where each future has its score."""
         try:
-            returned = await backend.scores([completion for completion, _ in batch])
-            values = valid_scores(returned, len(batch))
-        except RewardFailed as failed:
-            return failed
+            returned = await backend.score_batch([completion for completion, _ in batch])
+            values = validate_scores(returned, len(batch))
+        except RewardFailed as failure:
+            return failure
         for (_, future), value in zip(batch, values, strict=True):
             if not future.done():
                 future.set_result(value)
         return None
 
-    async def _settle_alone(self, backend: Backend, batch: Sequence[_Waiting], failed: RewardFailed) -> None:
+    async def _settle_alone(
+        self, backend: RewardBackend, batch: Sequence[_WaitingCompletion], failure: RewardFailed
+    ) -> None:
         """Score each completion alone: one may have caused the failure, and must not cost the others their groups."""
-        until = time.monotonic() + ALONE_TIMEOUTS * self._reward.timeout_seconds
-        is_common = len(batch) == 1 or failed.kind in OF_BATCH
+        deadline = time.monotonic() + ALONE_TIMEOUTS * self._reward.timeout_seconds
+        is_common = len(batch) == 1 or failure.kind in BATCH_FAILURES
         for waiting in batch:
-            if not is_common and time.monotonic() < until:
-                alone = await self._score(backend, [waiting])
-                failed = failed if alone is None else alone
-                is_common = failed.kind in OF_BATCH
+            if not is_common and time.monotonic() < deadline:
+                single_failure = await self._score_batch(backend, [waiting])
+                failure = failure if single_failure is None else single_failure
+                is_common = failure.kind in BATCH_FAILURES
             elif not is_common:
                 message = f"others of its batch took all the time that it had, {self._reward.timeout_seconds} s and "
-                message += f"{ALONE_TIMEOUTS} times that: {failed}"
-                _fail(waiting[1], RewardFailed(failed.kind, message))
+                message += f"{ALONE_TIMEOUTS} times that: {failure}"
+                _fail_future(waiting[1], RewardFailed(failure.kind, message))
             # An exception for each: every future that raises one adds to its traceback.
-            _fail(waiting[1], RewardFailed(failed.kind, str(failed)))
+            _fail_future(waiting[1], RewardFailed(failure.kind, str(failure)))
 
 
-def _fail(future: asyncio.Future[float], error: Exception) -> None:
+def _fail_future(future: asyncio.Future[float], error: Exception) -> None:
     # A caller that gave up has cancelled its future.
     if not future.done():
         future.set_exception(error)

@@ -20,42 +20,42 @@ from moejob_api.job.grpo import Reward
 from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
 
 # Statuses of a service that is away: they do not depend on the request.
-_AWAY = frozenset({408, 425, 429, 502, 503, 504})
+_AWAY_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 # Statuses that reject one batch. Every other status below 500 would reject all batches.
-_OF_BATCH = frozenset({400, 413, 422})
+_BATCH_STATUSES = frozenset({400, 413, 422})
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 10.0
 # More bytes than the scores of the largest batch take.
-_MOST_ANSWER_BYTES = 16 * 2**20
+_MOST_REPLY_BYTES = 16 * 2**20
 
 
-class Service:
+class RewardService:
     """The service of one reward. `environ` holds the values of its headers."""
 
     def __init__(self, reward: Reward, environ: Mapping[str, str]) -> None:
-        self._reward, self._shown = reward, shown_url(reward.url or "")
-        self._url, self._headers = _request_url(reward.url or ""), _headers(reward, environ)
+        self._reward, self._redacted_url = reward, redacted_url(reward.url or "")
+        self._url, self._headers = _request_url(reward.url or ""), _request_headers(reward, environ)
         self._client = httpx.AsyncClient(timeout=float(reward.timeout_seconds))
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Nothing is started."""
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Nothing is imported."""
 
-    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
+    async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
         """Return the service's score of each; raises RewardFailed when its tries are spent or it stays away."""
-        body = _body(completions)
+        body = _request_body(completions)
         pause, tries, away_since = _FIRST_PAUSE_SECONDS, 0, None
         while True:
             try:
                 async with asyncio.timeout(self._reward.timeout_seconds):
-                    return await self._response(body)
-            except _PASSING as error:
-                failed = _failure(error, self._reward)
-            if failed.kind is FailureKind.AWAY:
-                away_since = self._waits_since(away_since, failed)
+                    return await self._request_scores(body)
+            except _PASSING_ERRORS as error:
+                failure = _reward_failure(error, self._reward)
+            if failure.kind is FailureKind.AWAY:
+                away_since = self._track_absence(away_since, failure)
             elif tries == self._reward.retries:
-                raise failed
+                raise failure
             else:
                 tries, away_since = tries + 1, None
             await asyncio.sleep(pause)
@@ -65,32 +65,34 @@ class Service:
         """Give up the connections."""
         await self._client.aclose()
 
-    def _waits_since(self, since: float | None, failed: RewardFailed) -> float:
+    def _track_absence(self, away_since: float | None, failure: RewardFailed) -> float:
         """Return when the service was first away; raises RewardFailed after the longest wait."""
         limit = self._reward.unavailable_timeout_seconds
-        if since is None:
-            sys.stderr.write(f"{self._shown} is away and is waited for, up to {limit} s: {failed}\n")
+        if away_since is None:
+            sys.stderr.write(f"{self._redacted_url} is away and is waited for, up to {limit} s: {failure}\n")
             return time.monotonic()
-        if time.monotonic() - since > limit:
-            message = f"{self._shown} was away for more than {limit} s (unavailableTimeoutSeconds): {failed}"
-            raise RewardFailed(FailureKind.AWAY, message) from failed
-        return since
+        if time.monotonic() - away_since > limit:
+            message = f"{self._redacted_url} was away for more than {limit} s (unavailableTimeoutSeconds): {failure}"
+            raise RewardFailed(FailureKind.AWAY, message) from failure
+        return away_since
 
-    async def _response(self, body: bytes) -> Sequence[object]:
+    async def _request_scores(self, body: bytes) -> Sequence[object]:
         async with self._client.stream("POST", self._url, content=body, headers=self._headers) as response:
             status = response.status_code
-            if status in _AWAY:
-                raise _Away(f"HTTP {status}")
+            if status in _AWAY_STATUSES:
+                raise _ServiceAway(f"HTTP {status}")
             if status >= httpx.codes.INTERNAL_SERVER_ERROR:
                 raise _ServerError(f"HTTP {status}")
-            if status in _OF_BATCH:
-                raise RewardFailed(FailureKind.ERROR, f"{self._shown} answered HTTP {status}")
+            if status in _BATCH_STATUSES:
+                raise RewardFailed(FailureKind.ERROR, f"{self._redacted_url} answered HTTP {status}")
             if status != httpx.codes.OK:
-                raise RewardFailed(FailureKind.REFUSED, f"{self._shown} answered HTTP {status}{_fix(status)}")
-            return scores_of(await _bounded(response))
+                raise RewardFailed(
+                    FailureKind.REFUSED, f"{self._redacted_url} answered HTTP {status}{_suggest_fix(status)}"
+                )
+            return parse_scores(await _read_bounded(response))
 
 
-class _Away(RuntimeError):
+class _ServiceAway(RuntimeError):
     """The reply of a proxy or balancer in front of a service."""
 
 
@@ -98,10 +100,10 @@ class _ServerError(RuntimeError):
     """An error of the service, perhaps over this batch."""
 
 
-_PASSING = (httpx.TransportError, TimeoutError, _Away, _ServerError)
+_PASSING_ERRORS = (httpx.TransportError, TimeoutError, _ServiceAway, _ServerError)
 
 
-def _failure(error: Exception, reward: Reward) -> RewardFailed:
+def _reward_failure(error: Exception, reward: Reward) -> RewardFailed:
     # A service that accepted the request and did not reply in time is slow, not away.
     if isinstance(error, TimeoutError | httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
         tries = f"in each of {reward.retries + 1} tries"
@@ -112,16 +114,16 @@ def _failure(error: Exception, reward: Reward) -> RewardFailed:
     return RewardFailed(FailureKind.AWAY, text)
 
 
-def _fix(status: int) -> str:
+def _suggest_fix(status: int) -> str:
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         return "; give its token in headersFrom"
     return "; a redirect is not followed, name its target" if status < httpx.codes.BAD_REQUEST else "; check url"
 
 
-def shown_url(url: str) -> str:
+def redacted_url(url: str) -> str:
     """Return a URL as logs and metrics may show it: without user, password, query and fragment."""
-    scheme, separator, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
+    scheme, separator, location = url.partition("://")
+    authority, slash, path = location.partition("/")
     for end in "?#":
         authority, path = authority.partition(end)[0], path.partition(end)[0]
     return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
@@ -133,33 +135,34 @@ def _request_url(url: str) -> httpx.URL:
     except httpx.InvalidURL:
         parsed = httpx.URL()
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RewardFailed(FailureKind.REFUSED, f"{shown_url(url)} is no http:// or https:// URL")
+        raise RewardFailed(FailureKind.REFUSED, f"{redacted_url(url)} is no http:// or https:// URL")
     return parsed
 
 
-def _headers(reward: Reward, environ: Mapping[str, str]) -> dict[str, str]:
+def _request_headers(reward: Reward, environ: Mapping[str, str]) -> dict[str, str]:
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
-    for given in reward.headers_from:
+    for header_source in reward.headers_from:
         # Files that Secrets are made of often end with a newline.
-        value = environ.get(given.variable, "").strip()
+        value = environ.get(header_source.variable, "").strip()
         if not value:
             raise RewardFailed(
                 FailureKind.REFUSED,
-                f"header {given.header} is in the variable {given.variable}, which is not set; take it from a Secret "
+                f"header {header_source.header} is in the variable {header_source.variable}, which is not set; take "
+                "it from a Secret "
                 "in resources.env, or set it in the shell of moejob run",
             )
         if not (value.isascii() and value.isprintable()):
             raise RewardFailed(
                 FailureKind.REFUSED,
-                f"the variable {given.variable} has characters that header {given.header} cannot have",
+                f"the variable {header_source.variable} has characters that header {header_source.header} cannot have",
             )
-        headers[given.header] = value
+        headers[header_source.header] = value
     return headers
 
 
-def _body(completions: Sequence[Completion]) -> bytes:
+def _request_body(completions: Sequence[Completion]) -> bytes:
     batch = {
-        "prompts": [each.prompt for each in completions],
+        "prompts": [completion.prompt for completion in completions],
         "completions": [each.text for each in completions],
         "fields": [dict(each.fields) for each in completions],
     }
@@ -169,7 +172,7 @@ def _body(completions: Sequence[Completion]) -> bytes:
         raise RewardFailed(FailureKind.RECORD, f"a record cannot be sent to the service: {error}") from error
 
 
-async def _bounded(response: httpx.Response) -> bytes:
+async def _read_bounded(response: httpx.Response) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
         # A few bytes may become gigabytes, and nothing was asked to be compressed.
@@ -177,18 +180,18 @@ async def _bounded(response: httpx.Response) -> bytes:
     content = bytearray()
     async for part in response.aiter_raw():
         content += part
-        if len(content) > _MOST_ANSWER_BYTES:
-            raise RewardFailed(FailureKind.UNREADABLE, f"its answer is longer than {_MOST_ANSWER_BYTES} bytes")
+        if len(content) > _MOST_REPLY_BYTES:
+            raise RewardFailed(FailureKind.UNREADABLE, f"its answer is longer than {_MOST_REPLY_BYTES} bytes")
     return bytes(content)
 
 
-def scores_of(body: bytes) -> list[Any]:
+def parse_scores(body: bytes) -> list[Any]:
     """Return the list of scores in an answer; RewardFailed for what has none."""
     try:
-        answer = from_json(body)
+        reply = from_json(body)
     except ValueError as error:
         raise RewardFailed(FailureKind.UNREADABLE, f"its answer is not JSON: {error}") from error
-    if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+    if not isinstance(reply, dict) or not isinstance(reply.get("scores"), list):
         raise RewardFailed(FailureKind.UNREADABLE, "its answer has no list `scores`")
-    scores: list[Any] = answer["scores"]
+    scores: list[Any] = reply["scores"]
     return scores

@@ -28,7 +28,7 @@ class RequestRefused(ValueError):
     """A request that an engine rejects, as every other engine would."""
 
 
-class Connection:
+class EngineConnection:
     """An event loop in a thread, and the HTTP requests that it makes until it is closed."""
 
     def __init__(self, secret: str | None) -> None:
@@ -38,71 +38,71 @@ class Connection:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         self._thread.start()
 
-    def run(self, asked: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run in this thread's loop and wait for the result. From any other thread."""
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def within(self, asked: Coroutine[Any, Any, T]) -> T:
+    async def await_result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run in this thread's loop and await the result in another one, whose cancellation cancels it here."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
         """Cancel unfinished requests and end the thread."""
-        self.run(self._finish())
+        self.run(self._cancel_requests())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def get(self, url: str, seconds: float) -> bytes:
         """Return the body of a page."""
-        return await self._asked("GET", url, None, seconds)
+        return await self._send_request("GET", url, None, seconds)
 
     async def post(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         """Return the body of the response."""
-        return await self._asked("POST", url, body or {}, seconds)
+        return await self._send_request("POST", url, body or {}, seconds)
 
-    async def _asked(self, method: str, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+    async def _send_request(self, method: str, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._client().request(method, url, json=body, timeout=timeout) as answer:
-                content = await _body(url, answer)
+            async with self._open_session().request(method, url, json=body, timeout=timeout) as response:
+                content = await _read_response(url, response)
         except TimeoutError:
             raise EngineLost(f"{url} has not answered in {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{url} cannot be reached: {error}") from None
-        _check(url, answer.status, content)
+        _check_status(url, response.status, content)
         return content
 
-    def _client(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No limit: the fleet knows how much an engine can take.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_IDLE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         return self._session
 
-    async def _finish(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+    async def _cancel_requests(self) -> None:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
 
-async def _body(url: str, answer: aiohttp.ClientResponse) -> bytes:
+async def _read_response(url: str, response: aiohttp.ClientResponse) -> bytes:
     """Read a response to its end, up to a size that no engine of ours exceeds."""
     content = bytearray()
-    async for part in answer.content.iter_any():
+    async for part in response.content.iter_any():
         content += part
         if len(content) > _ANSWER_BYTES:
             raise EngineLost(f"{url} answers with more than {_ANSWER_BYTES} bytes; no engine of ours does")
     return bytes(content)
 
 
-def _check(url: str, status: int, content: bytes) -> None:
+def _check_status(url: str, status: int, content: bytes) -> None:
     if status == HTTPStatus.OK:
         return
-    reason = f"{url} answered {status}: {_reason(content)}"
+    reason = f"{url} answered {status}: {_refusal_reason(content)}"
     if status in {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY}:
         raise RequestRefused(reason)
     if status == HTTPStatus.UNAUTHORIZED:
@@ -110,7 +110,7 @@ def _check(url: str, status: int, content: bytes) -> None:
     raise EngineLost(reason)
 
 
-def _reason(content: bytes) -> str:
+def _refusal_reason(content: bytes) -> str:
     try:
         return str(json.loads(content)["error"])[:500]
     except (ValueError, KeyError, TypeError):

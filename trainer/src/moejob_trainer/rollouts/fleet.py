@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from moejob_api.contract.pods import HttpPath
-from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
-from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, were_given
+from moejob_trainer.rollouts.connection import EngineConnection, EngineLost, RequestRefused
+from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, is_trainer_label
 from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
 
 
-class NoEngine(RuntimeError):
+class NoEngineAvailable(RuntimeError):
     """No engine can be asked."""
 
 
@@ -54,15 +54,15 @@ class RolloutEngine:
 
     url: str
     in_flight: int = 0
-    serves: bool = False
+    is_serving: bool = False
     # Why it does not serve.
     reason: str = "has not been heard yet"
     # It replies, but has other weights, and cannot get the published ones before the next publication.
     is_outdated: bool = False
     # The weights that a probe has proven. An engine reports a new label earlier, before it is resumed and probed.
-    proven: WeightsLabel | None = None
+    proven_label: WeightsLabel | None = None
     # Set when the engine is lost, and with it every request in flight there.
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    lost_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def problem(self) -> str:
@@ -74,24 +74,24 @@ class RolloutEngine:
 CatchUp = Callable[[RolloutEngine], Awaitable[None]]
 
 
-class Fleet:
+class EngineFleet:
     """The engines, and the choice of the next one to ask."""
 
-    def __init__(self, urls: Sequence[str], connection: Connection, limits: FleetLimits) -> None:
+    def __init__(self, urls: Sequence[str], connection: EngineConnection, limits: FleetLimits) -> None:
         self.engines = tuple(RolloutEngine(url) for url in urls)
         self.connection, self.limits = connection, limits
         self.label: WeightsLabel | None = None
         self.catch_up: CatchUp | None = None
-        self._homes: dict[int, RolloutEngine] = {}
-        self._members: Counter[int] = Counter()
+        self._group_engines: dict[int, RolloutEngine] = {}
+        self._group_requests: Counter[int] = Counter()
         self._changed = asyncio.Condition()
-        self._watch: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self._none_since = time.monotonic()
 
     @property
-    def serving(self) -> tuple[RolloutEngine, ...]:
+    def serving_engines(self) -> tuple[RolloutEngine, ...]:
         """Engines that can be asked."""
-        return tuple(engine for engine in self.engines if engine.serves)
+        return tuple(engine for engine in self.engines if engine.is_serving)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -105,177 +105,177 @@ class Fleet:
         """Ask an engine."""
         return await self.connection.post(engine.url + path, body, seconds or self.limits.silence_seconds)
 
-    async def take(self, group: int) -> RolloutEngine:
+    async def acquire(self, group: int) -> RolloutEngine:
         """Return the engine for a member of a group, once one has room; NoEngine when none has come for long."""
         async with self._changed:
-            while (engine := self._next(group)) is None:
-                await self._news()
+            while (engine := self._choose_engine(group)) is None:
+                await self._wait_for_change()
             engine.in_flight += 1
-            self._members[group] += 1
-            self._homes[group] = engine
+            self._group_requests[group] += 1
+            self._group_engines[group] = engine
             return engine
 
-    async def give(self, engine: RolloutEngine, group: int) -> None:
+    async def release(self, engine: RolloutEngine, group: int) -> None:
         """Count one request less at an engine."""
         async with self._changed:
             engine.in_flight -= 1
-            self._members[group] -= 1
-            if not self._members[group]:
-                del self._members[group], self._homes[group]
+            self._group_requests[group] -= 1
+            if not self._group_requests[group]:
+                del self._group_requests[group], self._group_engines[group]
             self._changed.notify_all()
 
-    async def until_outdated(self) -> None:
+    async def wait_until_outdated(self) -> None:
         """Wait until no engine serves, and at least one replies that needs the published weights again."""
         async with self._changed:
-            while self.serving or not any(engine.is_outdated for engine in self.engines):
+            while self.serving_engines or not any(engine.is_outdated for engine in self.engines):
                 await self._changed.wait()
 
-    async def until_lost(self, engine: RolloutEngine, asked: Awaitable[T]) -> T:
+    async def await_unless_lost(self, engine: RolloutEngine, request: Awaitable[T]) -> T:
         """Await a request to an engine; EngineLost as soon as the engine is lost."""
-        asking, losing = asyncio.ensure_future(asked), asyncio.ensure_future(engine.lost.wait())
+        request_task, loss_task = asyncio.ensure_future(request), asyncio.ensure_future(engine.lost_event.wait())
         try:
-            await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait({request_task, loss_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not request_task.done():
                 raise EngineLost(engine.reason)
-            return asking.result()
+            return request_task.result()
         finally:
-            asking.cancel()
-            losing.cancel()
+            request_task.cancel()
+            loss_task.cancel()
 
-    def _next(self, group: int) -> RolloutEngine | None:
-        free = [engine for engine in self.serving if engine.in_flight < self.limits.in_flight]
-        home = self._homes.get(group)
-        if home in free:
-            return home
-        return min(free, key=lambda engine: engine.in_flight, default=None)
+    def _choose_engine(self, group: int) -> RolloutEngine | None:
+        free_engines = [engine for engine in self.serving_engines if engine.in_flight < self.limits.in_flight]
+        group_engine = self._group_engines.get(group)
+        if group_engine in free_engines:
+            return group_engine
+        return min(free_engines, key=lambda engine: engine.in_flight, default=None)
 
-    async def _news(self) -> None:
+    async def _wait_for_change(self) -> None:
         waited = time.monotonic() - self._none_since
-        if not self.serving and waited >= self.limits.start_seconds:
-            raise NoEngine(f"no engine has served for {waited:.0f} s: {self.reasons()}")
+        if not self.serving_engines and waited >= self.limits.start_seconds:
+            raise NoEngineAvailable(f"no engine has served for {waited:.0f} s: {self.describe_problems()}")
         # A change wakes all waiting tasks, a deadline wakes none: so look at the clock now and then.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), self.limits.look_seconds)
 
-    def reasons(self) -> str:
+    def describe_problems(self) -> str:
         """Return the reasons of engines that do not serve."""
-        return "; ".join(engine.problem for engine in self.engines if not engine.serves)
+        return "; ".join(engine.problem for engine in self.engines if not engine.is_serving)
 
     # --- who serves ---------------------------------------------------------------------------------------------------
 
-    async def enlist(self, engine: RolloutEngine) -> None:
+    async def enlist_engine(self, engine: RolloutEngine) -> None:
         """Let an engine serve, whose probe has proven the published weights."""
         async with self._changed:
-            if engine.proven is not None and not engine.serves:
+            if engine.proven_label is not None and not engine.is_serving:
                 to_stderr(f"engine {engine.url} serves again, with weights {self.label}")
-            engine.serves, engine.reason, engine.is_outdated = True, "", False
-            engine.proven = self.label
-            engine.lost.clear()
+            engine.is_serving, engine.reason, engine.is_outdated = True, "", False
+            engine.proven_label = self.label
+            engine.lost_event.clear()
             self._changed.notify_all()
 
-    async def lose(self, engine: RolloutEngine, reason: str, *, is_outdated: bool = False) -> None:
+    async def lose_engine(self, engine: RolloutEngine, reason: str, *, is_outdated: bool = False) -> None:
         """Send an engine no more requests, and give up those in flight there."""
         async with self._changed:
-            if engine.serves and len(self.serving) == 1:
+            if engine.is_serving and len(self.serving_engines) == 1:
                 self._none_since = time.monotonic()
-            was_serving = engine.serves
-            engine.serves, engine.reason, engine.is_outdated = False, reason, is_outdated
+            was_serving = engine.is_serving
+            engine.is_serving, engine.reason, engine.is_outdated = False, reason, is_outdated
             if was_serving:
                 to_stderr(f"warning: engine {engine.problem}; it gets no work until it has proven the current weights")
-            engine.lost.set()
+            engine.lost_event.set()
             self._changed.notify_all()
 
-    async def watch(self) -> None:
+    async def start_watching(self) -> None:
         """Begin to look after engines."""
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._watched())
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch_all())
 
-    async def unwatch(self) -> None:
+    async def stop_watching(self) -> None:
         """Leave engines alone: while they load weights they answer nothing else."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.gather(self._watch_task, return_exceptions=True)
+            self._watch_task = None
 
-    async def _watched(self) -> None:
+    async def _watch_all(self) -> None:
         # One task for each engine: a silent engine does not delay the return of another.
-        async with asyncio.TaskGroup() as each:
+        async with asyncio.TaskGroup() as tasks:
             for engine in self.engines:
-                each.create_task(self._watched_one(engine))
+                tasks.create_task(self._watch_engine(engine))
 
-    async def _watched_one(self, engine: RolloutEngine) -> None:
+    async def _watch_engine(self, engine: RolloutEngine) -> None:
         while True:
-            await self._look_at(engine)
+            await self._check_engine(engine)
             await asyncio.sleep(self.limits.look_seconds)
 
-    async def _look_at(self, engine: RolloutEngine) -> None:
+    async def _check_engine(self, engine: RolloutEngine) -> None:
         try:
-            label = await self.label_of(engine)
-            if label == str(self.label) and engine.proven == self.label:
-                if not engine.serves:
-                    await self.enlist(engine)
+            label = await self.get_label(engine)
+            if label == str(self.label) and engine.proven_label == self.label:
+                if not engine.is_serving:
+                    await self.enlist_engine(engine)
             elif self.catch_up is None:
-                await self.lose(engine, self._unproven(label), is_outdated=True)
+                await self.lose_engine(engine, self._unproven_reason(label), is_outdated=True)
             else:
-                await self.lose(engine, f"is brought from weights {label!r} to {self.label}")
+                await self.lose_engine(engine, f"is brought from weights {label!r} to {self.label}")
                 await self.catch_up(engine)
-                await self.enlist(engine)
+                await self.enlist_engine(engine)
         except (EngineLost, RequestRefused) as error:
-            await self.lose(engine, str(error))
+            await self.lose_engine(engine, str(error))
 
-    def _unproven(self, label: str) -> str:
+    def _unproven_reason(self, label: str) -> str:
         if label == str(self.label):
             return f"has been given the weights {label} and was lost before it proved them"
         return f"has weights {label!r} and not {self.label}"
 
-    async def label_of(self, engine: RolloutEngine) -> str:
+    async def get_label(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""
         body = await self.get(engine, "/weight_info", self.limits.silence_seconds)
         return WeightInfo.model_validate_json(body).weight_version
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    async def reached(self, seconds: float) -> tuple[RolloutEngine, ...]:
+    async def wait_for_engines(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
         In the middle of a run an engine that is away may never return; if it does, it gets the weights then, or with
         the next publication. Ranks that are restarted in the middle of a run wait a while for all engines.
         """
-        began, said = time.monotonic(), ""
+        began_at, reported = time.monotonic(), ""
         while True:
-            ready = await _those(self.engines, self._is_ready)
-            waited = time.monotonic() - began
+            ready = await _filter_engines(self.engines, self._is_ready)
+            waited = time.monotonic() - began_at
             if len(ready) == len(self.engines):
                 return ready
-            if ready and waited >= min(seconds, await self._patience(ready, seconds)):
+            if ready and waited >= min(seconds, await self._waiting_limit(ready, seconds)):
                 return ready
             if waited >= seconds:
-                raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
-            said = self._said(said, ready)
+                raise NoEngineAvailable(f"no engine is ready after {seconds:g} s: {self.describe_problems()}")
+            reported = self._report_waiting(reported, ready)
             await asyncio.sleep(self.limits.look_seconds)
 
-    def _said(self, before: str, ready: Sequence[RolloutEngine]) -> str:
+    def _report_waiting(self, reported: str, ready: Sequence[RolloutEngine]) -> str:
         """Log the engines that are awaited and their problems, if these have changed; return the problems."""
-        late = "; ".join(engine.problem for engine in self.engines if engine not in ready)
-        if late != before:
-            to_stderr(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {late}")
-        return late
+        problems = "; ".join(engine.problem for engine in self.engines if engine not in ready)
+        if problems != reported:
+            to_stderr(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {problems}")
+        return problems
 
-    async def _patience(self, ready: Sequence[RolloutEngine], seconds: float) -> float:
+    async def _waiting_limit(self, ready: Sequence[RolloutEngine], seconds: float) -> float:
         """Return the seconds for which ready engines wait for the others."""
         if self.label is not None:
             return 0.0
-        return self.limits.return_seconds if await _those(ready, self._has_been_given_weights) else seconds
+        return self.limits.return_seconds if await _filter_engines(ready, self._has_been_given_weights) else seconds
 
     async def _has_been_given_weights(self, engine: RolloutEngine) -> bool:
         """Return whether an engine has weights of earlier ranks: then the run has begun, with every engine."""
         try:
-            return were_given(await self.label_of(engine))
+            return is_trainer_label(await self.get_label(engine))
         except (EngineLost, RequestRefused):
             return False
 
     async def _is_ready(self, engine: RolloutEngine) -> bool:
-        is_lost = self.label is not None and not engine.serves
+        is_lost = self.label is not None and not engine.is_serving
         seconds = self.limits.lost_seconds if is_lost else self.limits.silence_seconds
         try:
             await self.get(engine, HttpPath.READY, seconds)
@@ -285,9 +285,9 @@ class Fleet:
         return True
 
 
-async def _those(
-    engines: Sequence[RolloutEngine], are_so: Callable[[RolloutEngine], Awaitable[bool]]
+async def _filter_engines(
+    engines: Sequence[RolloutEngine], predicate: Callable[[RolloutEngine], Awaitable[bool]]
 ) -> tuple[RolloutEngine, ...]:
     """Return the engines that satisfy a predicate, all asked at once."""
-    found = await asyncio.gather(*(are_so(engine) for engine in engines))
-    return tuple(engine for engine, is_so in zip(engines, found, strict=True) if is_so)
+    matches = await asyncio.gather(*(predicate(engine) for engine in engines))
+    return tuple(engine for engine, is_match in zip(engines, matches, strict=True) if is_match)

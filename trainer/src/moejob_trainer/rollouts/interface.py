@@ -41,7 +41,7 @@ class RoutedLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """The distribution that tokens are drawn from, and where an answer ends."""
 
     temperature: float
@@ -53,7 +53,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class GenerationRequest:
     """A request for one answer. Members of a group have equal prompts, which an engine's prefix cache computes once."""
 
     group: int
@@ -67,7 +67,7 @@ class Request:
 class Answer:
     """The tokens of one answer, a stop token included, with the engine's numbers of each. [N]"""
 
-    request: Request
+    request: GenerationRequest
     tokens: Tokens
     # Under the distribution that was sampled from: temperature and top-p applied.
     log_probabilities: Floats
@@ -100,13 +100,13 @@ class EnginesLost(RuntimeError):
     """A publication after which no engine has the weights. Raised on every rank, which can publish once more."""
 
 
-class Generator(Protocol):
+class AnswerGenerator(Protocol):
     """Engines as one source of answers. Rank 0 alone uses it, with thousands of requests at a time."""
 
-    async def generate(self, request: Request, sampling: Sampling) -> Answer:
+    async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Return an answer, from whichever engine has the least work and holds the published weights."""
 
-    async def until_outdated(self) -> None:
+    async def wait_until_outdated(self) -> None:
         """Wait until no engine has the published weights any more, and one is there to take them again."""
 
 

@@ -32,17 +32,21 @@ class BadRouting(ValueError):
     """Routed experts that are not those of the tokens and the model in question."""
 
 
-def routed_experts(text: str, tokens: int, of: RoutedLayers) -> Array:
+def decode_routed_experts(text: str, tokens: int, routed_layers: RoutedLayers) -> Array:
     """Return the experts of each token in each layer that has some. [tokens, routed layers, k]"""
-    found = _array(_decoded(text, tokens, of), (tokens, of.layers, of.per_token))[:, of.routed]
-    if found.size and int(found.max()) >= of.experts:
-        raise BadRouting(f"an answer was routed to expert {int(found.max())} of a model that has {of.experts}")
-    ordered = np.sort(found, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    choices = _parse_array(
+        _decode_base64(text, tokens, routed_layers), (tokens, routed_layers.layers, routed_layers.per_token)
+    )[:, routed_layers.routed]
+    if choices.size and int(choices.max()) >= routed_layers.experts:
+        raise BadRouting(
+            f"an answer was routed to expert {int(choices.max())} of a model that has {routed_layers.experts}"
+        )
+    sorted_choices = np.sort(choices, axis=-1)
+    if (sorted_choices[..., 1:] == sorted_choices[..., :-1]).any():
         raise BadRouting(
             "a token was routed twice to one expert of a layer; are the layers of engine and model the same?"
         )
-    return found.astype(smallest_type(of.experts))
+    return choices.astype(smallest_type(routed_layers.experts))
 
 
 def smallest_type(experts: int) -> type[np.uint8 | np.int16]:
@@ -50,9 +54,9 @@ def smallest_type(experts: int) -> type[np.uint8 | np.int16]:
     return np.uint8 if choice_bytes(experts) == 1 else np.int16
 
 
-def _decoded(text: str, tokens: int, of: RoutedLayers) -> bytes:
-    most = _HEADER_BYTES + tokens * of.layers * of.per_token * _LARGEST_ITEM
-    if len(text) > 4 * (most // 3 + 1):
+def _decode_base64(text: str, tokens: int, routed_layers: RoutedLayers) -> bytes:
+    most_bytes = _HEADER_BYTES + tokens * routed_layers.layers * routed_layers.per_token * _LARGEST_ITEM
+    if len(text) > 4 * (most_bytes // 3 + 1):
         raise BadRouting(f"the routed experts of {tokens} tokens came as {len(text)} characters")
     try:
         return base64.b64decode(text, validate=True)
@@ -60,7 +64,7 @@ def _decoded(text: str, tokens: int, of: RoutedLayers) -> bytes:
         raise BadRouting(f"routed experts came as what is no base64: {error}") from None
 
 
-def _array(content: bytes, shape: tuple[int, int, int]) -> Array:
+def _parse_array(content: bytes, shape: tuple[int, int, int]) -> Array:
     header = _HEADER.match(content[:_HEADER_BYTES])
     kind = None if header is None else _TYPES.get(header[1])
     if header is None or kind is None:
@@ -68,8 +72,8 @@ def _array(content: bytes, shape: tuple[int, int, int]) -> Array:
     claimed = tuple(map(int, header.groups()[1:]))
     if claimed != shape:
         raise BadRouting(f"routed experts came as {claimed} tokens, layers and choices where {shape} were expected")
-    found = content[header.end() :]
+    data = content[header.end() :]
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    if len(found) != size:
-        raise BadRouting(f"routed experts came as {len(found)} bytes where {shape} choices take {size}")
-    return np.frombuffer(found, kind).reshape(shape)
+    if len(data) != size:
+        raise BadRouting(f"routed experts came as {len(data)} bytes where {shape} choices take {size}")
+    return np.frombuffer(data, kind).reshape(shape)

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
-from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
+from moejob_trainer.rollouts.fleet import EngineFleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.wire import (
-    PROBE,
-    UNFINISHED,
-    BadAnswer,
+    PROBE_PATH,
+    UNFINISHED_LABEL,
+    BadReply,
     WeightsLabel,
-    probe_body,
+    probe_request_body,
     publication_problem,
     read_probe,
     read_publication,
@@ -23,43 +23,43 @@ from moejob_trainer.rollouts.wire import (
 
 T = TypeVar("T")
 # Sends one engine its weights, between start and finish.
-Load = Callable[[RolloutEngine], Awaitable[None]]
+LoadWeights = Callable[[RolloutEngine], Awaitable[None]]
 
 
 class WeightSync:
     """Steps of a synchronization over all engines; one that fails at a step is lost and takes no part in the next."""
 
-    def __init__(self, fleet: Fleet, *, sleeps: bool = False) -> None:
+    def __init__(self, fleet: EngineFleet, *, sleeps: bool = False) -> None:
         self._fleet, self._sleeps = fleet, sleeps
 
-    def run(self, asked: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run requests to engines in their thread, and wait for the result."""
-        return self._fleet.connection.run(asked)
+        return self._fleet.connection.run(coroutine)
 
-    async def begin(self, seconds: float) -> tuple[RolloutEngine, ...]:
+    async def start_update(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Pause all engines, with their requests in flight, and start an update. Returns the engines that take part."""
-        await self._fleet.unwatch()
+        await self._fleet.stop_watching()
         # An engine that returns now waits: there are no weights yet that it could load.
         self._fleet.catch_up = None
-        engines = await self._fleet.reached(seconds)
+        engines = await self._fleet.wait_for_engines(seconds)
         for engine in {*self._fleet.engines} - {*engines}:
             # It may return in the middle of the update, with the previous weights.
-            await self._fleet.lose(engine, engine.reason)
-        return await self.each(engines, self._started)
+            await self._fleet.lose_engine(engine, engine.reason)
+        return await self.run_on_each(engines, self._start_engine_update)
 
-    async def check(self, engines: Sequence[RolloutEngine]) -> tuple[tuple[RolloutEngine, ...], str | None]:
+    async def check_engines(self, engines: Sequence[RolloutEngine]) -> tuple[tuple[RolloutEngine, ...], str | None]:
         """Return the engines that have all tensors, or a problem, after which all engines discard the update."""
         problems: list[str] = []
 
-        async def checked(engine: RolloutEngine) -> None:
+        async def check_engine(engine: RolloutEngine) -> None:
             problem = await self.find_problem(engine)
             if problem is not None:
                 problems.append(problem)
 
-        answered = await self.each(engines, checked)
+        complete_engines = await self.run_on_each(engines, check_engine)
         if not problems:
-            return answered, None
-        await self.discard(answered)
+            return complete_engines, None
+        await self.discard_update(complete_engines)
         return (), problems[0]
 
     async def find_problem(self, engine: RolloutEngine) -> str | None:
@@ -67,68 +67,68 @@ class WeightSync:
         report = await self._fleet.post(engine, HttpPath.PUBLICATION, seconds=self._fleet.limits.update_seconds)
         return publication_problem(engine.url, read_publication(report))
 
-    async def discard(self, engines: Sequence[RolloutEngine]) -> None:
+    async def discard_update(self, engines: Sequence[RolloutEngine]) -> None:
         """Let engines end an update whose weights are no version, and sleep until the next one."""
 
-        async def discarded(engine: RolloutEngine) -> None:
+        async def discard_on_engine(engine: RolloutEngine) -> None:
             await self._end_unfinished(engine)
             if self._sleeps:
                 # An engine that has woken for weights only cannot be put to sleep.
                 await self._fleet.post(engine, "/wake_up?tags=kv_cache")
 
-        await self.rest(await self.each(engines, discarded))
+        await self.sleep_unused(await self.run_on_each(engines, discard_on_engine))
 
-    async def finish(self, engines: Sequence[RolloutEngine], label: WeightsLabel) -> tuple[RolloutEngine, ...]:
+    async def finish_update(self, engines: Sequence[RolloutEngine], label: WeightsLabel) -> tuple[RolloutEngine, ...]:
         """Label the loaded weights, and let engines generate."""
         self._fleet.label = label
 
-        async def finished(engine: RolloutEngine) -> None:
-            await self._loaded(engine, label)
+        async def finish_engine(engine: RolloutEngine) -> None:
+            await self._finish_engine_update(engine, label)
 
-        return await self.each(engines, finished)
+        return await self.run_on_each(engines, finish_engine)
 
-    async def serve(self, engines: Sequence[RolloutEngine], catch_up: Load | None) -> None:
+    async def resume_serving(self, engines: Sequence[RolloutEngine], catch_up: LoadWeights | None) -> None:
         """Send engines requests again, and watch them; `catch_up` loads these weights into an engine that was away."""
         self._fleet.catch_up = catch_up
         for engine in engines:
-            await self._fleet.enlist(engine)
-        await self._fleet.watch()
+            await self._fleet.enlist_engine(engine)
+        await self._fleet.start_watching()
 
-    async def each(self, engines: Sequence[RolloutEngine], step: Load) -> tuple[RolloutEngine, ...]:
+    async def run_on_each(self, engines: Sequence[RolloutEngine], step: LoadWeights) -> tuple[RolloutEngine, ...]:
         """Run a step on all engines at once; return those that did it. An engine that refuses our request is lost."""
 
-        async def tried(engine: RolloutEngine) -> bool:
+        async def try_step(engine: RolloutEngine) -> bool:
             try:
                 await step(engine)
-            except (EngineLost, RequestRefused, BadAnswer) as error:
-                await self._fleet.lose(engine, str(error))
+            except (EngineLost, RequestRefused, BadReply) as error:
+                await self._fleet.lose_engine(engine, str(error))
                 return False
             return True
 
-        worked = await asyncio.gather(*(tried(engine) for engine in engines))
+        worked = await asyncio.gather(*(try_step(engine) for engine in engines))
         return tuple(engine for engine, has_worked in zip(engines, worked, strict=True) if has_worked)
 
-    async def sleep(self) -> None:
+    async def sleep_serving(self) -> None:
         """Let engines give back their memory; the next publication brings weights, and room for keys and values."""
-        await self.each(self._fleet.serving, self._asleep)
+        await self.run_on_each(self._fleet.serving_engines, self._sleep_engine)
 
-    async def rest(self, engines: Sequence[RolloutEngine]) -> None:
+    async def sleep_unused(self, engines: Sequence[RolloutEngine]) -> None:
         """Let engines on the trainer's GPUs that woke and do not serve give back their memory."""
         if self._sleeps:
-            await self.each([engine for engine in engines if not engine.serves], self._asleep)
+            await self.run_on_each([engine for engine in engines if not engine.is_serving], self._sleep_engine)
 
-    async def _asleep(self, engine: RolloutEngine) -> None:
+    async def _sleep_engine(self, engine: RolloutEngine) -> None:
         # Level 1 would copy weights to the host's memory; the trainer has them anyway.
         await self._fleet.post(engine, "/sleep?level=2")
 
-    async def label_of(self, engine: RolloutEngine) -> str:
+    async def get_label(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""
-        return await self._fleet.label_of(engine)
+        return await self._fleet.get_label(engine)
 
-    async def join(self, engine: RolloutEngine, where: Mapping[str, Any]) -> None:
+    async def join_group(self, engine: RolloutEngine, rendezvous: Mapping[str, Any]) -> None:
         """Let one engine join the process group that carries its weights."""
         seconds = self._fleet.limits.update_seconds
-        await self._fleet.post(engine, "/init_weight_transfer_engine", {"init_info": dict(where)}, seconds)
+        await self._fleet.post(engine, "/init_weight_transfer_engine", {"init_info": dict(rendezvous)}, seconds)
 
     async def update(self, engine: RolloutEngine, update: Mapping[str, Any]) -> None:
         """Let one engine read weights."""
@@ -136,20 +136,20 @@ class WeightSync:
             engine, "/update_weights", {"update_info": dict(update)}, self._fleet.limits.update_seconds
         )
 
-    async def whole(self, engine: RolloutEngine, label: WeightsLabel, load: Load) -> None:
+    async def load_engine(self, engine: RolloutEngine, label: WeightsLabel, load: LoadWeights) -> None:
         """Load weights into one engine: a whole update, from start to finish."""
-        await self._started(engine)
+        await self._start_engine_update(engine)
         await load(engine)
         problem = await self.find_problem(engine)
         if problem is not None:
             raise EngineLost(problem)
-        await self._loaded(engine, label)
+        await self._finish_engine_update(engine, label)
 
-    async def probed(self, engine: RolloutEngine, tokens: Tokens) -> Floats:
+    async def probe_engine(self, engine: RolloutEngine, tokens: Tokens) -> Floats:
         """Return the log-probability of each token but the first."""
-        return read_probe(tokens, await self._fleet.post(engine, PROBE, probe_body(tokens)))
+        return read_probe(tokens, await self._fleet.post(engine, PROBE_PATH, probe_request_body(tokens)))
 
-    async def _started(self, engine: RolloutEngine) -> None:
+    async def _start_engine_update(self, engine: RolloutEngine) -> None:
         if self._sleeps:
             # Wake it before the pause: behind it, the wake-up of an engine that is awake anyway would let it generate.
             await self._fleet.post(engine, "/wake_up?tags=weights")
@@ -163,9 +163,9 @@ class WeightSync:
 
     async def _end_unfinished(self, engine: RolloutEngine) -> None:
         seconds = self._fleet.limits.update_seconds
-        await self._fleet.post(engine, "/finish_weight_update", {"weight_version": UNFINISHED}, seconds)
+        await self._fleet.post(engine, "/finish_weight_update", {"weight_version": UNFINISHED_LABEL}, seconds)
 
-    async def _loaded(self, engine: RolloutEngine, label: WeightsLabel) -> None:
+    async def _finish_engine_update(self, engine: RolloutEngine, label: WeightsLabel) -> None:
         seconds = self._fleet.limits.update_seconds
         await self._fleet.post(engine, "/finish_weight_update", {"weight_version": str(label)}, seconds)
         # Keys and values of a prompt are those of the weights that computed them.
@@ -173,6 +173,6 @@ class WeightSync:
         if self._sleeps:
             await self._fleet.post(engine, "/wake_up?tags=kv_cache")
         await self._fleet.post(engine, "/resume")
-        found = await self._fleet.label_of(engine)
-        if found != str(label):
-            raise EngineLost(f"{engine.url} says that its weights are {found!r} after it was given {label}")
+        reported_label = await self._fleet.get_label(engine)
+        if reported_label != str(label):
+            raise EngineLost(f"{engine.url} says that its weights are {reported_label!r} after it was given {label}")

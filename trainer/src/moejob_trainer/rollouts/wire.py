@@ -14,19 +14,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract.publications import PublicationReport
-from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
-from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
+from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, GenerationRequest, SamplingParams, Tokens
+from moejob_trainer.rollouts.routed_experts import Array, BadRouting, decode_routed_experts
 
 # vLLM's own path, which returns log-probabilities of a prompt, too.
-PROBE = "/inference/v1/generate"
+PROBE_PATH = "/inference/v1/generate"
 # The label of weights whose trainer ended in the middle of an update. vLLM calls the weights of its start `default`.
-UNFINISHED = "unfinished"
+UNFINISHED_LABEL = "unfinished"
 # Names in one sentence; a model without all of its experts lacks thousands.
 _NAMED = 8
-_FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-class BadAnswer(ValueError):
+class BadReply(ValueError):
     """A reply that does not fit its request."""
 
 
@@ -41,36 +41,36 @@ class WeightsLabel:
         return f"{self.version}.{self.run}"
 
 
-class _Model(BaseModel):
+class _WireModel(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
 T = TypeVar("T", bound=BaseModel)
 
 
-class _LogProbability(_Model):
+class _LogProbability(_WireModel):
     logprob: float
 
 
-class _Probed(_Model):
+class _ProbeReply(_WireModel):
     # For each token of the prompt, by token; None for the first one, which nothing predicts.
     prompt_logprobs: tuple[dict[int, _LogProbability] | None, ...]
 
 
-class WeightInfo(_Model):
+class WeightInfo(_WireModel):
     """The reply of /weight_info."""
 
     weight_version: str
 
 
-def were_given(name: str) -> bool:
+def is_trainer_label(name: str) -> bool:
     """Return whether weights of this name came from a trainer, at any start of it."""
-    return name == UNFINISHED or name.partition(".")[0].isdigit()
+    return name == UNFINISHED_LABEL or name.partition(".")[0].isdigit()
 
 
-def answer_body(request: Request, sampling: Sampling) -> dict[str, Any]:
+def answer_request_body(request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
     """Return the request for one answer."""
-    asked = AnswerRequest(
+    request_body = AnswerRequest(
         prompt=request.prompt.astype("<i4").tobytes(),
         seed=request.seed,
         temperature=sampling.temperature,
@@ -78,58 +78,60 @@ def answer_body(request: Request, sampling: Sampling) -> dict[str, Any]:
         max_tokens=sampling.max_new_tokens,
         stop_tokens=tuple(sampling.stop_tokens),
     )
-    return asked.model_dump(mode="json")
+    return request_body.model_dump(mode="json")
 
 
-def probe_body(tokens: Tokens) -> dict[str, Any]:
+def probe_request_body(tokens: Tokens) -> dict[str, Any]:
     """Return the request for the log-probabilities of given tokens."""
     params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
     return {"token_ids": tokens.tolist(), "sampling_params": params}
 
 
-def read_answer(request: Request, sampling: Sampling, body: bytes, run: str) -> Answer:
+def read_answer(request: GenerationRequest, sampling: SamplingParams, body: bytes, run: str) -> Answer:
     """Return the answer to a request; BadAnswer where the engine's weights are not of this run of the trainer."""
-    found = _parsed(EngineAnswer, body)
-    tokens, log_probabilities = (_array(found.tokens, "<i4"), _array(found.log_probabilities, "<f4"))
+    reply = _parse_reply(EngineAnswer, body)
+    tokens, log_probabilities = (_parse_numbers(reply.tokens, "<i4"), _parse_numbers(reply.log_probabilities, "<f4"))
     count = len(tokens)
-    if found.finish_reason not in _FINISHED:
-        raise BadAnswer(f"an answer ended with {found.finish_reason!r}")
+    if reply.finish_reason not in _FINISH_REASONS:
+        raise BadReply(f"an answer ended with {reply.finish_reason!r}")
     if len(log_probabilities) != count:
-        raise BadAnswer(f"{count} tokens came with {len(log_probabilities)} log-probabilities")
+        raise BadReply(f"{count} tokens came with {len(log_probabilities)} log-probabilities")
     if not np.isfinite(log_probabilities).all():
-        raise BadAnswer(f"{int((~np.isfinite(log_probabilities)).sum())} of {count} log-probabilities are no numbers")
+        raise BadReply(f"{int((~np.isfinite(log_probabilities)).sum())} of {count} log-probabilities are no numbers")
     return Answer(
         request=request,
         tokens=tokens.astype(np.int32),
         log_probabilities=log_probabilities.astype(np.float32),
-        versions=_versions(found.spans, count, run),
-        finish_reason=_FINISHED[found.finish_reason],
-        routing=_routing(found.routed_experts, len(request.prompt) + count, sampling),
+        versions=_token_versions(reply.spans, count, run),
+        finish_reason=_FINISH_REASONS[reply.finish_reason],
+        routing=_answer_routing(reply.routed_experts, len(request.prompt) + count, sampling),
     )
 
 
-def _array(numbers: bytes, kind: str) -> Array:
+def _parse_numbers(numbers: bytes, kind: str) -> Array:
     if len(numbers) % np.dtype(kind).itemsize:
-        raise BadAnswer(f"{len(numbers)} bytes are no whole numbers of {np.dtype(kind).itemsize}")
+        raise BadReply(f"{len(numbers)} bytes are no whole numbers of {np.dtype(kind).itemsize}")
     return np.frombuffer(numbers, kind)
 
 
 def read_probe(tokens: Tokens, body: bytes) -> Floats:
     """Return the log-probability of each token but the first. [N - 1]"""
-    found = _parsed(_Probed, body).prompt_logprobs
-    if len(found) != len(tokens):
-        raise BadAnswer(f"{len(tokens)} tokens of a probe came with {len(found)} log-probabilities")
+    prompt_log_probabilities = _parse_reply(_ProbeReply, body).prompt_logprobs
+    if len(prompt_log_probabilities) != len(tokens):
+        raise BadReply(f"{len(tokens)} tokens of a probe came with {len(prompt_log_probabilities)} log-probabilities")
     picked = [
-        row[token].logprob for row, token in zip(found[1:], tokens[1:].tolist(), strict=True) if row and token in row
+        row[token].logprob
+        for row, token in zip(prompt_log_probabilities[1:], tokens[1:].tolist(), strict=True)
+        if row and token in row
     ]
     if len(picked) != len(tokens) - 1:
-        raise BadAnswer("an engine left out log-probabilities of a probe")
+        raise BadReply("an engine left out log-probabilities of a probe")
     return np.array(picked, np.float32)
 
 
 def read_publication(body: bytes) -> PublicationReport:
     """Return the report of an engine on a publication."""
-    return _parsed(PublicationReport, body)
+    return _parse_reply(PublicationReport, body)
 
 
 def publication_problem(url: str, report: PublicationReport) -> str | None:
@@ -151,32 +153,32 @@ def publication_problem(url: str, report: PublicationReport) -> str | None:
     )
 
 
-def _versions(spans: tuple[WeightSpan, ...], count: int, run: str) -> Tokens:
+def _token_versions(spans: tuple[WeightSpan, ...], count: int, run: str) -> Tokens:
     versions = np.full(count, -1, np.int32)
     for span in spans:
         number, _, of_run = span.weights.partition(".")
         if of_run != run or not number.isdigit():
-            raise BadAnswer(f"an answer is of weights {span.weights!r}, which this run of the trainer has not sent")
+            raise BadReply(f"an answer is of weights {span.weights!r}, which this run of the trainer has not sent")
         versions[span.start : span.end] = int(number)
     if (versions < 0).any():
-        raise BadAnswer(f"{int((versions < 0).sum())} of {count} tokens are of no version")
+        raise BadReply(f"{int((versions < 0).sum())} of {count} tokens are of no version")
     return versions
 
 
-def _routing(text: str | None, tokens: int, sampling: Sampling) -> Array | None:
+def _answer_routing(text: str | None, tokens: int, sampling: SamplingParams) -> Array | None:
     if sampling.routing is None:
         return None
     if text is None:
-        raise BadAnswer("an answer came without the experts that were asked for")
+        raise BadReply("an answer came without the experts that were asked for")
     try:
         # The engine has not read the last token.
-        return routed_experts(text, tokens - 1, sampling.routing)
+        return decode_routed_experts(text, tokens - 1, sampling.routing)
     except BadRouting as error:
-        raise BadAnswer(str(error)) from None
+        raise BadReply(str(error)) from None
 
 
-def _parsed(kind: type[T], body: bytes) -> T:
+def _parse_reply(kind: type[T], body: bytes) -> T:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadAnswer(f"an engine answered {body[:200]!r}: {error.errors()[0]['msg']}") from None
+        raise BadReply(f"an engine answered {body[:200]!r}: {error.errors()[0]['msg']}") from None

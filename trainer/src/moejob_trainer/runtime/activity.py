@@ -31,9 +31,9 @@ class Activity:
     moved_bytes: int
 
 
-def activity_of(pid: int) -> Activity:
+def read_activity(pid: int) -> Activity:
     """Read the work of a process and its descendants so far; none of one that is gone."""
-    pids = tuple(_family(pid))
+    pids = tuple(_process_family(pid))
     return Activity(sum(map(_cpu_seconds, pids)), sum(map(_moved_bytes, pids)))
 
 
@@ -43,13 +43,13 @@ def has_worked(before: Activity, now: Activity, seconds: float) -> bool:
     return computed >= _WORKING_SHARE * seconds or moved >= _WORKING_BYTES_PER_SECOND * seconds
 
 
-def _family(pid: int) -> Iterator[int]:
+def _process_family(pid: int) -> Iterator[int]:
     yield pid
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
                 for child in (task / "children").read_text().split():
-                    yield from _family(int(child))
+                    yield from _process_family(int(child))
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -31,12 +31,12 @@ _PREFIX_BYTES = 4
 _SPLICE_BYTES = 1 << 16
 
 
-class Stranger(Exception):
+class UnknownPeer(Exception):
     """The peer does not know the key."""
 
 
 # Errors that end one connection only: a peer that leaves, is silent, sends nonsense or proves nothing.
-BROKEN = (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger)
+BROKEN = (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, UnknownPeer)
 
 
 def attempt_key(secret: str, uid: str, attempt: int) -> bytes:
@@ -52,7 +52,7 @@ class Admission:
         # The oldest first.
         self._unproved: dict[asyncio.StreamWriter, None] = {}
 
-    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def admit_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Return when a client has proved that it knows the key; raises when it has not, or not in time.
 
         At the bound the oldest unproven connection gives way: a client with the key needs milliseconds.
@@ -64,29 +64,29 @@ class Admission:
             oldest.transport.abort()
         self._unproved[writer] = None
         try:
-            await asyncio.wait_for(_prove(reader, writer, self._key), _ADMIT_SECONDS)
+            await asyncio.wait_for(_require_proof(reader, writer, self._key), _ADMIT_SECONDS)
         finally:
             self._unproved.pop(writer, None)
 
 
-async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
-    ours = os.urandom(NONCE_BYTES)
-    writer.write(ours)
-    theirs = await reader.readexactly(NONCE_BYTES)
+async def _require_proof(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+    server_nonce = os.urandom(NONCE_BYTES)
+    writer.write(server_nonce)
+    client_nonce = await reader.readexactly(NONCE_BYTES)
     proof = await reader.readexactly(PROOF_BYTES)
-    if not is_equal(proof, client_proof(key, ours, theirs)):
-        raise Stranger("the client does not know the secret of this attempt")
-    writer.write(server_proof(key, ours, theirs))
+    if not is_equal(proof, client_proof(key, server_nonce, client_nonce)):
+        raise UnknownPeer("the client does not know the secret of this attempt")
+    writer.write(server_proof(key, server_nonce, client_nonce))
     await writer.drain()
 
 
-async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+async def prove_to_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
     """Prove to a server that this client knows the key; raises when the server does not know it."""
-    theirs, ours = await reader.readexactly(NONCE_BYTES), os.urandom(NONCE_BYTES)
-    writer.write(ours + client_proof(key, theirs, ours))
+    server_nonce, client_nonce = await reader.readexactly(NONCE_BYTES), os.urandom(NONCE_BYTES)
+    writer.write(client_nonce + client_proof(key, server_nonce, client_nonce))
     proof = await reader.readexactly(PROOF_BYTES)
-    if not is_equal(proof, server_proof(key, theirs, ours)):
-        raise Stranger("the server does not know the secret of this attempt")
+    if not is_equal(proof, server_proof(key, server_nonce, client_nonce)):
+        raise UnknownPeer("the server does not know the secret of this attempt")
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
@@ -106,19 +106,22 @@ async def write_frame(writer: asyncio.StreamWriter, content: bytes) -> None:
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def splice(one: Streams, other: Streams) -> None:
+async def splice_streams(first: Streams, second: Streams) -> None:
     """Carry bytes both ways until either side ends, then close both."""
-    ways = [asyncio.ensure_future(_carry(one[0], other[1])), asyncio.ensure_future(_carry(other[0], one[1]))]
+    ways = [
+        asyncio.ensure_future(_carry_bytes(first[0], second[1])),
+        asyncio.ensure_future(_carry_bytes(second[0], first[1])),
+    ]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for way in ways:
             way.cancel()
-        one[1].close()
-        other[1].close()
+        first[1].close()
+        second[1].close()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _carry_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(OSError):
         while content := await reader.read(_SPLICE_BYTES):
             writer.write(content)
@@ -130,7 +133,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_unless_cancelled)
+        self._loop.set_exception_handler(_ignore_cancelled)
         Thread(target=self._loop.run_forever, name="connections", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
@@ -141,24 +144,24 @@ class LoopThread:
     def stop(self) -> None:
         """End all connections."""
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end)
+            self._loop.call_soon_threadsafe(self._end_tasks)
 
-    def _end(self) -> None:
+    def _end_tasks(self) -> None:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         # Tasks close their connections when they end, and a loop that stops before leaves them open.
-        ended = asyncio.gather(*tasks, return_exceptions=True)
-        ended.add_done_callback(lambda _: self._loop.stop())
+        all_ended = asyncio.gather(*tasks, return_exceptions=True)
+        all_ended.add_done_callback(lambda _: self._loop.stop())
 
 
-def _unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _ignore_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     # Before Python 3.12 a server reports the requested end of a connection's task as an error.
     if not isinstance(context.get("exception"), asyncio.CancelledError):
         loop.default_exception_handler(context)
 
 
-def listener(address: str, port: int) -> socket.socket:
+def open_listening_socket(address: str, port: int) -> socket.socket:
     """Return a socket that listens; without an address on all of them, IPv4 and IPv6."""
     if address or not socket.has_dualstack_ipv6():
         return socket.create_server((address, port), backlog=BACKLOG)

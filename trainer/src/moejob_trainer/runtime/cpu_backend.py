@@ -21,24 +21,24 @@ _NAME = "moejob_gloo"
 def cpu_backend() -> str:
     """Return the name by which torch knows it from now on."""
     # As those of gloo: a barrier names the GPU of its rank.
-    dist.Backend.register_backend(_NAME, _group, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(_NAME, _new_gloo_group, devices=["cpu", "cuda"])
     return _NAME
 
 
-def _group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+def _new_gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     # Neither they nor what is set have public names, or types.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-    options._devices, options._threads, options._timeout = [*_devices()], 1, timeout  # noqa: SLF001
+    options._devices, options._threads, options._timeout = [*_gloo_devices()], 1, timeout  # noqa: SLF001
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_sequence_number_for_group()  # noqa: SLF001  # TORCH_DISTRIBUTED_DEBUG compares it, and torch sets it
     return group
 
 
 @cache
-def _devices() -> tuple[dist.ProcessGroupGloo.Device, ...]:
+def _gloo_devices() -> tuple[dist.ProcessGroupGloo.Device, ...]:
     """Listen where torch would: on the interfaces that are named, else where this host's name leads to."""
-    named, gloo = os.environ.get("GLOO_SOCKET_IFNAME", ""), dist.ProcessGroupGloo
+    interfaces, gloo = os.environ.get("GLOO_SOCKET_IFNAME", ""), dist.ProcessGroupGloo
     # Groups of one device that connect when something is sent (TORCH_GLOO_LAZY_INIT) wait for ever.
-    if not named:
+    if not interfaces:
         return (gloo.create_default_device(lazy_init=False),)
-    return tuple(gloo.create_device(interface=name, lazy_init=False) for name in named.split(","))
+    return tuple(gloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(","))

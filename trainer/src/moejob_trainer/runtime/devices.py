@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moejob_api.derived import multiplies_float8
+from moejob_api.derived import has_float8_products
 from moejob_api.job.resources import Accelerator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.cpu_backend import cpu_backend
@@ -31,7 +31,7 @@ def start_device(environment: RankEnvironment) -> torch.device:
     if environment.spec.training.deterministic:
         # Before anything touches a GPU: cuBLAS and NCCL read their variables once.
         compute_deterministically()
-    device = _device(environment)
+    device = _take_device(environment)
     backend = "nccl" if device.type == "cuda" else cpu_backend()
     dist.init_process_group(backend, timeout=_PATIENCE, device_id=device if device.type == "cuda" else None)
     return device
@@ -46,7 +46,7 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(mode=True)
 
 
-def control_group() -> dist.ProcessGroup:
+def new_control_group() -> dist.ProcessGroup:
     """Return a group of all ranks for small messages and decisions: it never waits for a GPU."""
     group: dist.ProcessGroup = dist.new_group(backend=cpu_backend(), timeout=_LONGEST_PREPARATION)
     return group
@@ -59,7 +59,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
-def _device(environment: RankEnvironment) -> torch.device:
+def _take_device(environment: RankEnvironment) -> torch.device:
     if environment.spec.resources.accelerator is Accelerator.CPU:
         share_cores(environment.ranks_per_node)
         return torch.device("cpu")
@@ -73,21 +73,22 @@ def _device(environment: RankEnvironment) -> torch.device:
         )
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
-    if multiplies_float8(environment.spec):
+    if has_float8_products(environment.spec):
         _check_float8(device)
     return device
 
 
 def _check_float8(device: torch.device) -> None:
-    found = torch.cuda.get_device_capability(device)
-    if found < _FLOAT8_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLOAT8_CAPABILITY:
         raise BadConfiguration(
-            f"training.precision.compute FP8 needs a GPU of compute capability {_as_words(_FLOAT8_CAPABILITY)} or "
-            f"later, and {torch.cuda.get_device_name(device)} has {_as_words(found)}; remove compute"
+            f"training.precision.compute FP8 needs a GPU of compute capability {_capability_text(_FLOAT8_CAPABILITY)} "
+            "or "
+            f"later, and {torch.cuda.get_device_name(device)} has {_capability_text(capability)}; remove compute"
         )
 
 
-def _as_words(capability: tuple[int, int]) -> str:
+def _capability_text(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 

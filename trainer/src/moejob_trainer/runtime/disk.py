@@ -89,7 +89,7 @@ class Disk:
         return shutil.disk_usage(path).free
 
 
-def replace(disk: Disk, path: Path, content: bytes) -> None:
+def replace_file(disk: Disk, path: Path, content: bytes) -> None:
     """Write a file so that at any moment, power lost or not, either nothing or all of it has the name."""
     temporary = path.with_name(TEMPORARY + path.name)
     disk.write(temporary, content)
@@ -105,9 +105,9 @@ def publish_file(disk: Disk, unfinished: Path, path: Path) -> None:
 
 def write_lines(disk: Disk, path: Path, lines: Sequence[str]) -> None:
     """Write a file of lines into a folder of the run folder, which is made if need be."""
-    with explained("writing answers", path):
+    with explain_failure("writing answers", path):
         disk.make_folder(path.parent)
-        replace(disk, path, "".join(f"{line}\n" for line in lines).encode())
+        replace_file(disk, path, "".join(f"{line}\n" for line in lines).encode())
         disk.sync(path.parent.parent)
 
 
@@ -133,24 +133,24 @@ def publish_folder(
     An older folder of that name is there until then; a crash in between leaves one of the two under `.NAME.replaced`.
     ChangedContent when storage returns other bytes; the older folder is then back in its place.
     """
-    written = _digests(unfinished, needs_reading)
+    digests = _file_digests(unfinished, needs_reading)
     sync_tree(disk, unfinished)
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    remove_tree(disk, replaced)
+    older_folder = folder.with_name(f".{folder.name}.replaced")
+    remove_tree(disk, older_folder)
     if folder.exists():
-        disk.rename(folder, replaced)
+        disk.rename(folder, older_folder)
     disk.rename(unfinished, folder)
     disk.sync(folder.parent)
     try:
-        _require_same(folder, written)
+        _require_same(folder, digests)
     except OSError:
         disk.rename(folder, unfinished)
-        if replaced.exists():
-            disk.rename(replaced, folder)
+        if older_folder.exists():
+            disk.rename(older_folder, folder)
         raise
     # A rest of the older folder costs space, and goes with the next publication.
     with suppress(OSError):
-        remove_tree(disk, replaced)
+        remove_tree(disk, older_folder)
 
 
 def keep_folder(disk: Disk, folder: Path, write: Callable[[Path], None]) -> None:
@@ -208,16 +208,16 @@ def remove_tree(disk: Disk, folder: Path) -> None:
 
 
 @contextmanager
-def explained(doing: str, path: Path) -> Iterator[None]:
+def explain_failure(activity: str, path: Path) -> Iterator[None]:
     """Turn a refusal of the volume into words, and into whether trying again can help."""
     try:
         yield
     except OSError as error:
-        raise _in_words(error, doing, path) from error
+        raise _failure_in_words(error, activity, path) from error
 
 
-def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | TransientFailure:
-    problem = f"{doing} failed at {error.filename or path}: {error.strerror or error}"
+def _failure_in_words(error: OSError, activity: str, path: Path) -> BadConfiguration | TransientFailure:
+    problem = f"{activity} failed at {error.filename or path}: {error.strerror or error}"
     fix = _FIXES.get(error.errno or 0)
     if fix is None:
         return TransientFailure(
@@ -236,29 +236,31 @@ def _ends_with_json(lines: bytes) -> bool:
     return True
 
 
-def _digests(folder: Path, needs_reading: Callable[[Path], bool]) -> Mapping[str, bytes]:
+def _file_digests(folder: Path, needs_reading: Callable[[Path], bool]) -> Mapping[str, bytes]:
     """The SHA-256 of the files by their names in the folder."""
     paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink() and needs_reading(path))
-    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): _file_digest(path) for path in paths}
 
 
-def _digest(path: Path) -> bytes:
+def _file_digest(path: Path) -> bytes:
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").digest()
 
 
-def _require_same(folder: Path, written: Mapping[str, bytes]) -> None:
-    for name, digest in written.items():
+def _require_same(folder: Path, digests: Mapping[str, bytes]) -> None:
+    for name, digest in digests.items():
         sync_and_forget(folder / name)
-        if _digest(folder / name) != digest:
+        if _file_digest(folder / name) != digest:
             raise ChangedContent(errno.EIO, "it was read back with other bytes than were written", str(folder / name))
 
 
-def _is_same(folder: Path, other: Path) -> bool:
-    def everything(_: Path) -> bool:
+def _is_same(folder: Path, second_folder: Path) -> bool:
+    def needs_every_file(_: Path) -> bool:
         return True
 
     try:
-        return folder.is_dir() and _digests(folder, everything) == _digests(other, everything)
+        return folder.is_dir() and _file_digests(folder, needs_every_file) == _file_digests(
+            second_folder, needs_every_file
+        )
     except OSError:
         return False

@@ -28,7 +28,7 @@ class RankEnvironment:
     ranks_per_node: int
 
 
-def rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Read the environment of this process, which a launcher has started as a rank."""
     # Not validated again: the launcher has parsed the same variables before it started this rank.
     return RankEnvironment(

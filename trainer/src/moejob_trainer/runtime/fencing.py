@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moejob_api.contract.pods import Environment, RunFile, claim_name, claimed
+from moejob_api.contract.pods import Environment, RunFile, fence_token_name, parse_token_name
 from moejob_trainer.errors import Superseded
 from moejob_trainer.runtime.disk import Disk
 
@@ -64,15 +64,17 @@ class Fence:
         secret, uid = environ.get(Environment.SECRET, ""), environ[Environment.UID]
         return cls(Path(environ[Environment.RUN_FOLDER]), claim_key(secret, uid))
 
-    def acquire(self, attempt: int, restart: int, held: FenceToken | None = None) -> FenceToken:
+    def acquire(self, attempt: int, restart: int, previous: FenceToken | None = None) -> FenceToken:
         """Take the run folder for this start of the ranks; Superseded when it is taken by it or a newer one.
 
         The token of this launcher's earlier start, if given, is gone when a start with another secret took over.
         """
-        mine = FenceToken(attempt, restart)
-        if held is not None and not self.is_ours(held):
-            raise Superseded(f"{self.folder} is not held by {held} any more; {mine} is too late and writes nothing")
-        path = self._path(mine)
+        token = FenceToken(attempt, restart)
+        if previous is not None and not self.is_ours(previous):
+            raise Superseded(
+                f"{self.folder} is not held by {previous} any more; {token} is too late and writes nothing"
+            )
+        path = self._token_path(token)
         self.folder.mkdir(parents=True, exist_ok=True)
         _keep_from_others(path.parent)
         try:
@@ -82,83 +84,91 @@ class Fence:
                 Disk().sync(folder)
         except FileExistsError:
             raise Superseded(
-                f"{self.folder} is already used by {mine}; two runs cannot share a folder: give this one its own"
+                f"{self.folder} is already used by {token}; two runs cannot share a folder: give this one its own"
             ) from None
-        seen = self._tokens()
-        if seen[-1] != mine:
+        tokens = self._read_tokens()
+        if tokens[-1] != token:
             path.unlink(missing_ok=True)
-            raise Superseded(f"{self.folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
+            raise Superseded(f"{self.folder} belongs to {tokens[-1]} now; {token} is too late and writes nothing")
         # Check again: a start with another secret cannot read this token, and may just have removed the earlier one.
-        if held is not None and held not in seen:
+        if previous is not None and previous not in tokens:
             path.unlink(missing_ok=True)
-            raise Superseded(f"{self.folder} was taken from {held} just now; {mine} is too late and writes nothing")
-        self._remove_older(mine)
-        return mine
+            raise Superseded(
+                f"{self.folder} was taken from {previous} just now; {token} is too late and writes nothing"
+            )
+        self._remove_older(token)
+        return token
 
-    def is_ours(self, mine: FenceToken) -> bool:
+    def is_ours(self, token: FenceToken) -> bool:
         """Return whether that token is still the newest; if so, remove older ones, even with unreadable proofs."""
         # A network file system may answer from memory until the folder is changed from here.
-        touched = self.folder / TOKENS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
+        probe = self.folder / TOKENS / f"probe-{token.attempt}.{token.restart}-{os.getpid()}"
         with suppress(FileNotFoundError):
-            touched.touch()
-            touched.unlink()
-        if self.newest() != mine:
+            probe.touch()
+            probe.unlink()
+        if self.newest_token() != token:
             return False
-        self._remove_older(mine)
+        self._remove_older(token)
         return True
 
-    def newest(self) -> FenceToken | None:
+    def newest_token(self) -> FenceToken | None:
         """The claim that holds the run folder; None when there is none."""
-        return max(self._tokens(), default=None)
+        return max(self._read_tokens(), default=None)
 
-    def foreign(self) -> list[str]:
+    def foreign_names(self) -> list[str]:
         """Names like those of tokens, without this job's proof."""
-        return sorted(name for name in self._names() if claimed(name) and self._proven(name) is None)
+        return sorted(
+            name for name in self._file_names() if parse_token_name(name) and self._proven_token(name) is None
+        )
 
-    def _remove_older(self, mine: FenceToken) -> None:
+    def _remove_older(self, token: FenceToken) -> None:
         """Remove all tokens of lower numbers, until there are none: one of them may be replaced by the next meanwhile.
 
         An earlier start has made its next token either before the last pass, which removes it, or later: then it finds
         its own token gone.
         """
         for _ in range(_PASSES):
-            older = [name for name in self._names() if (number := claimed(name)) and FenceToken(*number) < mine]
+            older = [
+                name
+                for name in self._file_names()
+                if (number := parse_token_name(name)) and FenceToken(*number) < token
+            ]
             if not older:
                 return
             for name in older:
                 (self.folder / TOKENS / name).unlink(missing_ok=True)
 
-    def _tokens(self) -> list[FenceToken]:
-        return sorted(token for token in map(self._proven, self._names()) if token is not None)
+    def _read_tokens(self) -> list[FenceToken]:
+        return sorted(token for token in map(self._proven_token, self._file_names()) if token is not None)
 
-    def _names(self) -> list[str]:
+    def _file_names(self) -> list[str]:
         try:
             return [path.name for path in (self.folder / TOKENS).iterdir()]
         except FileNotFoundError:
             return []
 
-    def _proven(self, name: str) -> FenceToken | None:
-        numbers = claimed(name)
+    def _proven_token(self, name: str) -> FenceToken | None:
+        numbers = parse_token_name(name)
         if numbers is None:
             return None
         token = FenceToken(*numbers)
-        return token if hmac.compare_digest(name, self._name(token)) else None
+        return token if hmac.compare_digest(name, self._file_name(token)) else None
 
-    def _name(self, token: FenceToken) -> str:
-        number = claim_name(token.attempt, token.restart)
+    def _file_name(self, token: FenceToken) -> str:
+        number = fence_token_name(token.attempt, token.restart)
         return f"{number}.{hmac.digest(self.key, number.encode(), hashlib.sha256).hex()}"
 
-    def _path(self, token: FenceToken) -> Path:
-        return self.folder / TOKENS / self._name(token)
+    def _token_path(self, token: FenceToken) -> Path:
+        return self.folder / TOKENS / self._file_name(token)
 
 
 def _keep_from_others(folder: Path) -> None:
     """Make a folder that its user alone can open, also of one that is there already. A link is none."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         # Another user's folder, and a volume without modes, keep their mode: proofs protect the tokens there, too.
         with suppress(OSError):
-            os.fchmod(found, 0o700)
+            os.fchmod(descriptor, 0o700)
     finally:
-        os.close(found)
+        os.close(descriptor)

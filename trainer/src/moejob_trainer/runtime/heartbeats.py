@@ -22,7 +22,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from moejob_api.contract.pods import RunPhase, RunProgress
-from moejob_trainer.runtime.activity import activity_of, has_worked
+from moejob_trainer.runtime.activity import has_worked, read_activity
 
 # Folder of a pod's heartbeat board; the launcher sets it for its ranks.
 BOARD = "MOEJOB_BEATS"
@@ -55,7 +55,7 @@ class Heartbeat:
         if folder is None or local_rank is None:
             raise NoLauncher(f"{BOARD} and LOCAL_RANK are not set; start ranks through moejob_trainer.launcher")
         first = int(local_rank) * _WORDS
-        words = _words(Path(folder) / _BEATS_FILE)[first : first + _WORDS]
+        words = _map_words(Path(folder) / _BEATS_FILE)[first : first + _WORDS]
         return cls(words, Path(folder) / _RUN_FILE)
 
     def beat(self, step: int) -> None:
@@ -64,20 +64,20 @@ class Heartbeat:
         self._words[_AT] = time.monotonic_ns()
         self._words[_COUNT] += 1
 
-    def enter(self, phase: RunPhase) -> None:
+    def enter_phase(self, phase: RunPhase) -> None:
         """Set the phase of this rank; setting it again changes nothing."""
         number = _PHASES.index(phase) + 1
         if self._words[_PHASE] != number:
             self._words[_PHASE_AT] = time.monotonic_ns()
             self._words[_PHASE] = number
 
-    def report(self, run: RunProgress) -> None:
+    def report_run(self, run: RunProgress) -> None:
         """Report the progress of the run; for rank 0."""
-        written = self._run_file.with_suffix(".new")
+        unfinished = self._run_file.with_suffix(".new")
         # On a full disk the shown progress gets stale; the run continues.
         with suppress(OSError):
-            written.write_text(run.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
-            written.replace(self._run_file)
+            unfinished.write_text(run.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
+            unfinished.replace(self._run_file)
 
 
 class BackgroundHeartbeat:
@@ -86,7 +86,7 @@ class BackgroundHeartbeat:
     def __init__(self, heartbeat: Heartbeat, step: int = 0, is_alive: Callable[[], bool] = lambda: True) -> None:
         self._heartbeat, self._step, self._is_alive = heartbeat, step, is_alive
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat_until_stopped, name="pulse", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -102,7 +102,7 @@ class BackgroundHeartbeat:
         self._is_over.set()
         self._thread.join()
 
-    def _beat(self) -> None:
+    def _beat_until_stopped(self) -> None:
         self._heartbeat.beat(self._step)
         while not self._is_over.wait(_HEARTBEAT_SECONDS):
             if self._is_alive():
@@ -123,13 +123,13 @@ class RankWork:
 
     def __init__(self, main_thread: int) -> None:
         self._main_thread = main_thread
-        self._seen, self._seen_at = activity_of(os.getpid()), time.monotonic()
+        self._last_activity, self._last_read_at = read_activity(os.getpid()), time.monotonic()
 
     def __call__(self) -> bool:
         """Return whether this rank is alive."""
-        before, seconds = self._seen, time.monotonic() - self._seen_at
-        self._seen, self._seen_at = activity_of(os.getpid()), time.monotonic()
-        return has_worked(before, self._seen, seconds) or self._is_in_collective()
+        before, seconds = self._last_activity, time.monotonic() - self._last_read_at
+        self._last_activity, self._last_read_at = read_activity(os.getpid()), time.monotonic()
+        return has_worked(before, self._last_activity, seconds) or self._is_in_collective()
 
     def _is_in_collective(self) -> bool:
         frame = sys._current_frames().get(self._main_thread)  # noqa: SLF001 the only way to another thread's stack
@@ -160,25 +160,25 @@ class HeartbeatBoard:
         folder.mkdir(parents=True)
         path = folder / _BEATS_FILE
         path.write_bytes(bytes(ranks * _WORDS * _WORD_BYTES))
-        self._words = _words(path)
+        self._words = _map_words(path)
         for local_rank in range(ranks):
             self._words[local_rank * _WORDS + _AT] = time.monotonic_ns()
         if run is not None:
-            Heartbeat(self._words, folder / _RUN_FILE).report(run)
+            Heartbeat(self._words, folder / _RUN_FILE).report_run(run)
 
     def read(self) -> tuple[RankHeartbeat, ...]:
         """Every rank, in order."""
         now = time.monotonic_ns()
-        return tuple(self._row(first, now) for first in range(0, self._ranks * _WORDS, _WORDS))
+        return tuple(self._read_row(first, now) for first in range(0, self._ranks * _WORDS, _WORDS))
 
-    def run(self) -> RunProgress | None:
+    def read_run(self) -> RunProgress | None:
         """Return the progress that rank 0 reported last."""
         try:
             return RunProgress.model_validate_json((self.folder / _RUN_FILE).read_bytes())
         except (OSError, ValidationError):
             return None
 
-    def _row(self, first: int, now: int) -> RankHeartbeat:
+    def _read_row(self, first: int, now: int) -> RankHeartbeat:
         words = self._words
         age = max(0, now - words[first + _AT]) / 1e9
         step, number = max(0, words[first + _STEP]), words[first + _PHASE]
@@ -188,6 +188,6 @@ class HeartbeatBoard:
         return RankHeartbeat(words[first + _COUNT] > 0, step, age, _PHASES[number - 1], seconds)
 
 
-def _words(path: Path) -> memoryview:
+def _map_words(path: Path) -> memoryview:
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")

@@ -8,17 +8,17 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract.addresses import LOOPBACK
-from moejob_trainer.runtime.channel import listener
+from moejob_trainer.runtime.channel import open_listening_socket
 
 
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return a new store, on a free port."""
-    return store_at(listener(LOOPBACK, 0), timeout)
+    return store_at(open_listening_socket(LOOPBACK, 0), timeout)
 
 
-def store_at(on: socket.socket, timeout: timedelta) -> TCPStore:
+def store_at(sock: socket.socket, timeout: timedelta) -> TCPStore:
     """Return a new store that answers at this socket, and closes it."""
-    port: int = on.getsockname()[1]
+    port: int = sock.getsockname()[1]
     return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=on.detach()
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=sock.detach()
     )

@@ -42,30 +42,30 @@ def read_ahead(
     most_bytes: of the parts that are asked for and not yet wanted, beside those of one item.
     """
     waiting: deque[tuple[T, int]] = deque()
-    asked_bytes = 0
-    with ThreadPoolExecutor(1, "read-ahead") as asking:
+    requested_bytes = 0
+    with ThreadPoolExecutor(1, "read-ahead") as executor:
         for item in items:
-            of_item = 0
+            item_bytes = 0
             for part in parts(item):
-                asking.submit(ask, part)
-                of_item += part.length
-            waiting.append((item, of_item))
-            asked_bytes += of_item
-            while len(waiting) > 1 and asked_bytes > most_bytes:
-                first, of_first = waiting.popleft()
+                executor.submit(ask, part)
+                item_bytes += part.length
+            waiting.append((item, item_bytes))
+            requested_bytes += item_bytes
+            while len(waiting) > 1 and requested_bytes > most_bytes:
+                first, first_bytes = waiting.popleft()
                 yield first
-                asked_bytes -= of_first
+                requested_bytes -= first_bytes
         while waiting:
             yield waiting.popleft()[0]
 
 
-def blocks(path: Path, block_bytes: int) -> Iterator[memoryview]:
+def read_blocks(path: Path, block_bytes: int) -> Iterator[memoryview]:
     """Read a file from its beginning to its end. Each block is good until the next one is asked for."""
     buffer = memoryview(bytearray(block_bytes))
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        whole = [FilePart(path, offset, block_bytes) for offset in range(0, size, block_bytes)]
-        for _ in read_ahead(whole, lambda part: [part], _BLOCKS_AHEAD_BYTES):
+        parts = [FilePart(path, offset, block_bytes) for offset in range(0, size, block_bytes)]
+        for _ in read_ahead(parts, lambda part: [part], _BLOCKS_AHEAD_BYTES):
             if count := file.readinto(buffer):
                 yield buffer[:count]
         # A read may give less than it was asked for, and the file may have grown.

@@ -77,11 +77,11 @@ class StartTimer:
         text = environ.get(START)
         return cls(None if text is None else LauncherTiming(**json.loads(text)))
 
-    def joined(self) -> None:
+    def mark_joined(self) -> None:
         """The process groups are there."""
         self._joined_at = self._clock()
 
-    def begun(self) -> StartTiming | None:
+    def finish_start(self) -> StartTiming | None:
         """The state is there and the first step begins."""
         timing, now = self._timing, self._clock()
         if timing is None:
@@ -95,7 +95,7 @@ class StartTimer:
         )
 
 
-def slowest(starts: Sequence[StartTiming]) -> StartTiming | None:
+def slowest_start(starts: Sequence[StartTiming]) -> StartTiming | None:
     """Return the start of all ranks: the longest of each part, but the shortest wait at the rendezvous."""
     if not starts:
         return None

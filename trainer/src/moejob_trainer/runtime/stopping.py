@@ -13,18 +13,18 @@ class AgreedStop:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._is_asked = False
+        self._is_requested = False
 
-    def listen(self) -> None:
+    def listen_for_signals(self) -> None:
         """Take SIGTERM of this process."""
-        signal.signal(signal.SIGTERM, lambda *_: self.ask())
+        signal.signal(signal.SIGTERM, lambda *_: self.request_stop())
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """End after the step that is under way."""
-        self._is_asked = True
+        self._is_requested = True
 
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Return whether any rank was asked. All ranks call it together."""
-        asked = torch.tensor([int(self._is_asked)])
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(asked.item())
+        requests = torch.tensor([int(self._is_requested)])
+        dist.all_reduce(requests, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(requests.item())

@@ -11,22 +11,24 @@ from moejob_trainer.checkpoints.adapter_compatibility import adapter_facts
 from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFacts
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
-from moejob_trainer.model_check.checks import Checks
+from moejob_trainer.model_check.checks import ModelChecks
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.objective import RunObjective
 
 
-def build_writer(context: RankContext, model: RunModel, state: StateFiles, learned: RunObjective) -> RunWriter:
+def build_writer(context: RankContext, model: RunModel, state: StateFiles, run_objective: RunObjective) -> RunWriter:
     """Build what writes the state of the run: the tensors of this rank, and on rank 0 the counters beside them."""
     environment = context.environment
-    held = adapter_facts(environment.spec, has_weights=model.pretrained.has_weights)
-    return RunWriter(state, learned.objective, learned.evaluations, held, is_first=environment.rank == 0)
+    adapters = adapter_facts(environment.spec, has_weights=model.pretrained.has_weights)
+    return RunWriter(
+        state, run_objective.objective, run_objective.evaluations, adapters, is_first=environment.rank == 0
+    )
 
 
 def build_checkpoints(
-    context: RankContext, model: RunModel, writer: RunWriter, heartbeat: Heartbeat, checks: Checks | None
+    context: RankContext, model: RunModel, writer: RunWriter, heartbeat: Heartbeat, checks: ModelChecks | None
 ) -> RunCheckpoints:
     """Build the checkpoints that the loop restores and saves; `checks` is None where only checkpoints have weights."""
     environment = context.environment
@@ -39,31 +41,31 @@ def build_checkpoints(
     store = CheckpointStore(
         place, environment.spec.checkpoint, context.ranks, writer, measure=writer.evaluations.measure
     )
-    need = volume_need(model.architecture.shape, environment.spec).at_least(environment.spec)
-    facts = StateFacts(context.layout, STATE_FORMAT, need.checkpoint, need.export)
+    volume = volume_need(model.architecture.shape, environment.spec).least_need(environment.spec)
+    facts = StateFacts(context.layout, STATE_FORMAT, volume.checkpoint, volume.export)
     return RunCheckpoints(
         store=store,
         writer=writer,
         state=facts,
         heartbeat=heartbeat,
-        begun=_begun(model, checks),
+        on_fresh_start=_initial_check(model, checks),
     )
 
 
-def _begun(model: RunModel, checks: Checks | None) -> Callable[[], None] | None:
+def _initial_check(model: RunModel, checks: ModelChecks | None) -> Callable[[], None] | None:
     """Return the check of published weights; trained weights of a checkpoint have no reference."""
     if checks is None:
-        return _refuse_nothing
-    return partial(checks.imported, model.pretrained.folder) if model.pretrained.has_weights else None
+        return _raise_checkpoint_gone
+    return partial(checks.check_import, model.pretrained.folder) if model.pretrained.has_weights else None
 
 
-def _refuse_nothing() -> None:
+def _raise_checkpoint_gone() -> None:
     raise RuntimeError(
         "the checkpoint that this run was to resume from is gone; the next start reads the published model"
     )
 
 
-def last_save(store: CheckpointStore) -> tuple[int | None, float | None, float]:
+def last_save_times(store: CheckpointStore) -> tuple[int | None, float | None, float]:
     """Return the last committed step, the seconds of its save, and the seconds that training waited for it."""
-    last = store.last
+    last = store.last_saved
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds

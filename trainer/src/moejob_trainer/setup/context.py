@@ -11,15 +11,15 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.sizes import Layout, derive_layout
 from moejob_trainer.checkpoints.saving import GlooCoordinator
-from moejob_trainer.distributed.coordination import on_first_rank
+from moejob_trainer.distributed.coordination import run_on_first_rank
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.megatron.training_engine import TrainingPlacement
-from moejob_trainer.runtime.devices import control_group, start_device
-from moejob_trainer.runtime.disk import explained
+from moejob_trainer.runtime.devices import new_control_group, start_device
+from moejob_trainer.runtime.disk import explain_failure
 from moejob_trainer.runtime.environment import RankEnvironment
 
 T = TypeVar("T")
@@ -63,20 +63,20 @@ class RankContext:
     def on_first_rank(self, act: Callable[[], T], kind: TypeAdapter[T]) -> T:
         """Act on the first rank only and return its result on all; its failure is raised on all."""
 
-        def acted() -> T:
-            with explained("preparing the run", self.environment.folder):
+        def act_explained() -> T:
+            with explain_failure("preparing the run", self.environment.folder):
                 return act()
 
-        return on_first_rank(self.ranks, acted, kind)
+        return run_on_first_rank(self.ranks, act_explained, kind)
 
 
 @contextmanager
-def joined(environment: RankEnvironment) -> Iterator[RankContext]:
+def join_ranks(environment: RankEnvironment) -> Iterator[RankContext]:
     """Join the ranks of the run, and leave them at the end."""
     device = start_device(environment)
     if device.type == "cpu":
         use_cpu()
-    sizes = layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
+    sizes = derive_layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes, environment.spec.moe.dispatcher)
-    yield RankContext(environment, sizes, TrainingPlacement(groups, device, control_group()))
+    yield RankContext(environment, sizes, TrainingPlacement(groups, device, new_control_group()))
     dist.destroy_process_group()

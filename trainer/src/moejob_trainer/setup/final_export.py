@@ -7,30 +7,40 @@ from functools import partial
 import torch
 
 from moejob_api.contract.pods import RunFile
-from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.model_export import Target, export, unchecked
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
+from moejob_trainer.conversion.model_export import ExportTarget, export_weights, skip_check
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
-from moejob_trainer.model_check.checks import Checks
-from moejob_trainer.runtime.disk import explained
+from moejob_trainer.model_check.checks import ModelChecks
+from moejob_trainer.runtime.disk import explain_failure
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
 
 def export_finished_model(
-    context: RankContext, model: RunModel, engine: MegatronEngine, checks: Checks, *, is_beside_pretrained: bool
+    context: RankContext,
+    model: RunModel,
+    engine: MegatronTrainingEngine,
+    checks: ModelChecks,
+    *,
+    is_beside_pretrained: bool,
 ) -> None:
     """Export the trained model, and check that Transformers computes the same from it."""
     folder, pretrained = context.environment.folder / RunFile.EXPORT.value, model.pretrained.folder
     groups, lora = context.placement.model_groups, context.spec.training.lora
-    with explained("exporting", folder):
+    with explain_failure("exporting", folder):
         if lora is None:
-            target = Target(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
-            export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
+            target = ExportTarget(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
+            export_weights(whole_weights(engine.stages), model.table, groups, target, checks.check_export)
             return
-        adapters, declared = whole_adapters(engine.stages), adapter_table(model.architecture.shape, lora)
+        adapters, adapter_parameters = (
+            whole_adapters(engine.stages),
+            build_adapter_table(model.architecture.shape, lora),
+        )
         # The check reads adapters beside published weights; weights that another job has trained are not published.
-        check = unchecked
+        check = skip_check
         if model.pretrained.has_weights and is_beside_pretrained:
-            check = partial(checks.exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)
-        export_adapters(adapters, declared, groups, AdapterTarget(folder, context.spec.model.source, lora), check)
+            check = partial(checks.check_exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)
+        export_adapters(
+            adapters, adapter_parameters, groups, AdapterTarget(folder, context.spec.model.source, lora), check
+        )

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from moejob_api.derived import balancing, router_is_frozen, updates_per_step
+from moejob_api.derived import balancing_method, has_frozen_router, updates_per_step
 from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.objectives.grpo.collecting import Collector
+from moejob_trainer.objectives.grpo.collecting import RolloutCollector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
-from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
+from moejob_trainer.objectives.grpo.sampling import GroupSampler
 from moejob_trainer.objectives.grpo.step_record import StepRecorder
-from moejob_trainer.rollouts.interface import Generator, RoutedLayers, Sampling, WeightPublisher
+from moejob_trainer.rollouts.interface import AnswerGenerator, RoutedLayers, SamplingParams, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.prompts import RunPrompts
@@ -27,7 +27,7 @@ from moejob_trainer.setup.rewards import RunRewards
 class RolloutEngines:
     """The engines of a run: the generator of answers, which rank 0 alone has, and the publisher of weights."""
 
-    generator: Generator | None
+    generator: AnswerGenerator | None
     publisher: WeightPublisher
     # The layers whose routing is replayed; None: none.
     routed: RoutedLayers | None = None
@@ -38,7 +38,7 @@ class GrpoRun:
     """The objective of a run, and rank 0's part of it."""
 
     objective: GroupRelativePolicyOptimization
-    collector: Collector | None
+    collector: RolloutCollector | None
 
     @property
     def epoch(self) -> float | None:
@@ -50,10 +50,10 @@ def build_grpo(
     context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None, stack: ExitStack
 ) -> GrpoRun:
     """Build the objective; the stack ends its collector."""
-    spec, peers = context.spec, _peers(context)
+    spec, peers = context.spec, _peer_ranks(context)
     if spec.grpo is None:
         raise ValueError("only a job of method GRPO has this objective")
-    collector = _collector(context, prompts, engines, rewards)
+    collector = _build_collector(context, prompts, engines, rewards)
     if collector is not None:
         stack.enter_context(collector)
     settings = GrpoSettings(
@@ -63,15 +63,15 @@ def build_grpo(
         spec.training.seed,
     )
     waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
-    services = StepServices(peers, engines.publisher, collector, waiting, _recorder(context, collector))
+    services = StepServices(peers, engines.publisher, collector, waiting, _build_recorder(context, collector))
     return GrpoRun(GroupRelativePolicyOptimization(settings, services), collector)
 
 
-def _recorder(context: RankContext, collector: Collector | None) -> StepRecorder | None:
+def _build_recorder(context: RankContext, collector: RolloutCollector | None) -> StepRecorder | None:
     grpo = context.spec.grpo
     if grpo is None or not grpo.record_tokens or collector is None:
         return None
-    return StepRecorder(context.environment.folder, recorded_settings(context.spec), lambda: collector.sampled)
+    return StepRecorder(context.environment.folder, recorded_settings(context.spec), lambda: collector.last_sampled)
 
 
 def recorded_settings(spec: Spec) -> dict[str, str]:
@@ -85,25 +85,27 @@ def recorded_settings(spec: Spec) -> dict[str, str]:
         "moe": spec.moe,
     }
     texts = {name: section.model_dump_json(by_alias=True, exclude_none=True) for name, section in sections.items()}
-    derived = {"routerIsFrozen": router_is_frozen(spec), "balancing": balancing(spec).value}
+    derived = {"routerIsFrozen": has_frozen_router(spec), "balancing": balancing_method(spec).value}
     return texts | {"derived": json.dumps(derived)}
 
 
-def _peers(context: RankContext) -> Peers:
-    return Peers(context.environment.rank, context.control, context.groups.data, context.placement.device)
+def _peer_ranks(context: RankContext) -> PeerRanks:
+    return PeerRanks(context.environment.rank, context.control, context.groups.data, context.placement.device)
 
 
-def _collector(
+def _build_collector(
     context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None
-) -> Collector | None:
+) -> RolloutCollector | None:
     grpo = context.spec.grpo
     if grpo is None or prompts.sets is None or engines.generator is None or rewards is None:
         return None
-    tokenizer = prompts.recipe.tokenizer()
+    tokenizer = prompts.recipe.load_tokenizer()
 
-    def decode(tokens: Sequence[int]) -> str:
+    def decode_answer(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
-    asker = Asker(engines.generator, rewards.scorer, decode, context.spec.training.seed, rewards.runner)
-    sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed)
-    return Collector(grpo, asker, prompts.sets, sampling, context.environment.folder)
+    sampler = GroupSampler(engines.generator, rewards.scorer, decode_answer, context.spec.training.seed, rewards.runner)
+    params = SamplingParams(
+        grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed
+    )
+    return RolloutCollector(grpo, sampler, prompts.sets, params, context.environment.folder)

@@ -11,19 +11,19 @@ from moejob_api.contract.pod_environment import spec_text
 from moejob_api.contract.pods import RunFile
 from moejob_api.derived import trained_shape
 from moejob_api.job import Method
-from moejob_api.job.storage import Resume
+from moejob_api.job.storage import ResumeMode
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.plan import plan
+from moejob_api.planner.plan import plan_job
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoints.run import folder_of_run, other_run
-from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.checkpoints.run import folder_of_run, resume_folder
+from moejob_trainer.conversion.families import TensorTable, build_tensor_table
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.distributed.encoding import NOTHING, TEXT
-from moejob_trainer.model.architecture import Architecture, architecture, as_trained
-from moejob_trainer.model.pretrained import PretrainedModel, fetch, read_pretrained
-from moejob_trainer.rollouts.engine_model import lay_out
-from moejob_trainer.runtime.disk import Disk, replace
+from moejob_trainer.model.architecture import Architecture, read_architecture, trained_architecture
+from moejob_trainer.model.pretrained import PretrainedModel, fetch_model, read_pretrained
+from moejob_trainer.rollouts.engine_model import lay_out_model
+from moejob_trainer.runtime.disk import Disk, replace_file
 from moejob_trainer.setup.context import RankContext
 
 
@@ -33,43 +33,43 @@ class RunModel:
 
     architecture: Architecture
     pretrained: PretrainedModel
-    table: Table
+    table: TensorTable
 
 
 def load_model(context: RankContext) -> RunModel:
     """Fetch the model's files once for all ranks, and check that the job can train it."""
     spec = context.spec
     # The first rank downloads and writes files, for all ranks share the volume.
-    folder = context.on_first_rank(lambda: str(_fetched(context)), TEXT)
-    found = read_pretrained(Path(folder), spec.model)
+    folder = context.on_first_rank(lambda: str(_fetch_model(context)), TEXT)
+    pretrained = read_pretrained(Path(folder), spec.model)
     origin = f"{folder}/config.json"
     # The plan was checked before the start, unless the model could not be read there. Check it first: all that is
     # built below relies on it.
-    if problems := plan(spec, trained_shape(shape_of(found.config, origin), spec)).problems:
+    if problems := plan_job(spec, trained_shape(shape_of(pretrained.config, origin), spec)).problems:
         raise InvalidSpec(problems)
-    model = as_trained(architecture(found.config, origin), spec)
-    context.on_first_rank(lambda: _leave_for_export(context, Path(folder), model.shape), NOTHING)
+    model = trained_architecture(read_architecture(pretrained.config, origin), spec)
+    context.on_first_rank(lambda: _write_export_inputs(context, Path(folder), model.shape), NOTHING)
     if spec.method is Method.GRPO:
         context.on_first_rank(lambda: _lay_out_for_engines(context, Path(folder), model.shape), TEXT)
-    return RunModel(model, found, table(model.shape))
+    return RunModel(model, pretrained, build_tensor_table(model.shape))
 
 
-def _fetched(context: RankContext) -> Path:
+def _fetch_model(context: RankContext) -> Path:
     spec, folder = context.spec, context.environment.folder
-    if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is Resume.RUN:
+    if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is ResumeMode.RUN:
         # The place in the data and the base of adapters belong to the Hub commits that the other run has used.
-        HubPins(folder).go_on_with(folder_of_run(other_run(spec.checkpoint.resume_from, folder)))
-    return fetch(spec.model, folder)
+        HubPins(folder).inherit_pins(folder_of_run(resume_folder(spec.checkpoint.resume_from, folder)))
+    return fetch_model(spec.model, folder)
 
 
-def _leave_for_export(context: RankContext, pretrained: Path, shape: ModelShape) -> None:
+def _write_export_inputs(context: RankContext, pretrained: Path, shape: ModelShape) -> None:
     """Leave in the run folder what `moejob export` needs beside a checkpoint."""
     folder, spec = context.environment.folder, context.spec
-    replace(Disk(), folder / RunFile.SPEC, spec_text(spec).encode())
-    lay_out(pretrained, folder / RunFile.TEMPLATE, shape, getattr(torch, spec.model.dtype.value))
+    replace_file(Disk(), folder / RunFile.SPEC, spec_text(spec).encode())
+    lay_out_model(pretrained, folder / RunFile.TEMPLATE, shape, getattr(torch, spec.model.dtype.value))
 
 
 def _lay_out_for_engines(context: RankContext, pretrained: Path, shape: ModelShape) -> str:
     folder = context.environment.folder / RunFile.ENGINE_MODEL
-    lay_out(pretrained, folder, shape, getattr(torch, context.spec.model.dtype.value))
+    lay_out_model(pretrained, folder, shape, getattr(torch, context.spec.model.dtype.value))
     return str(folder)

@@ -10,7 +10,7 @@ from functools import partial
 from moejob_api.job import Method
 from moejob_trainer.data.loader import BatchLoader
 from moejob_trainer.evaluation.run_evaluations import Evaluator, RankedEvaluations
-from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.runtime.heartbeats import Heartbeat
@@ -48,14 +48,14 @@ def load_inputs(context: RankContext, model: RunModel, rewards: RunRewards | Non
 
 def build_objective(
     context: RankContext,
-    engine: MegatronEngine,
+    engine: MegatronTrainingEngine,
     inputs: RunData | RunPrompts,
     rewards: RunRewards | None,
     stack: ExitStack,
 ) -> RunObjective:
     """Build the objective that the job's method names; what it starts ends with the stack."""
     if isinstance(inputs, RunData):
-        return _supervised(context, inputs, engine, stack)
+        return _build_supervised(context, inputs, engine, stack)
     engines = connect_engines(context, engine, inputs, stack)
     run = build_grpo(context, inputs, engines, rewards, stack)
     evaluate = partial(run.objective.evaluate, engine=engine)
@@ -66,11 +66,13 @@ def build_objective(
         run.objective.waited_seconds,
         evaluations,
         run.objective.metrics,
-        run.objective.record,
+        run.objective.record_step,
     )
 
 
-def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, stack: ExitStack) -> RunObjective:
+def _build_supervised(
+    context: RankContext, data: RunData, engine: MegatronTrainingEngine, stack: ExitStack
+) -> RunObjective:
     source = BatchLoader(data.training, data.share)
     stack.callback(source.close)
     objective = SupervisedFineTuning(source)
@@ -83,5 +85,5 @@ def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, sta
         share=data.share,
         beat=Heartbeat.for_rank().beat,
     )
-    evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.metrics)
+    evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.evaluate_sets)
     return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluations)

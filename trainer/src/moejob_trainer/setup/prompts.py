@@ -7,11 +7,11 @@ from pathlib import Path
 
 from moejob_trainer.data.encoding import end_of_text
 from moejob_trainer.data.hub import HubPins
-from moejob_trainer.data.preparation import FOLDER, Recipe
+from moejob_trainer.data.preparation import FOLDER, EncodingRecipe
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompt_preparation import prepare_prompts
-from moejob_trainer.data.prompts import prompts
+from moejob_trainer.data.prompts import read_prompts
 from moejob_trainer.distributed.encoding import INTEGER
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import PromptSets
@@ -27,34 +27,38 @@ class RunPrompts:
     total_steps: int
     sets: PromptSets | None
     stop_tokens: tuple[int, ...]
-    recipe: Recipe
+    recipe: EncodingRecipe
 
 
 def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
     """Prepare all prompts on rank 0; an error in them is raised on every rank."""
-    spec, found = context.spec, list[PromptSets]()
+    spec, prompt_sets = context.spec, list[PromptSets]()
     if spec.grpo is None:
         raise ValueError("only GRPO has prompts")
     pins = HubPins(context.environment.folder)
-    recipe = Recipe(model.pretrained.located, spec.data, vocabulary=model.architecture.shape.vocabulary, pins=pins)
+    recipe = EncodingRecipe(
+        model.pretrained.located, spec.data, vocabulary=model.architecture.shape.vocabulary, pins=pins
+    )
     most_tokens = spec.data.max_length - spec.grpo.max_new_tokens
 
-    def read() -> int:
+    def prepare_sets() -> int:
         folder, workers = context.environment.folder / FOLDER, context.environment.ranks_per_node
         prepared = prepare_prompts(spec.data.train, recipe, most_tokens, folder, workers)
         sources = [PromptCorpus(path) for path in prepared]
-        asked = tuple(one for dataset in spec.data.eval for one in prompts(dataset, recipe, most_tokens))
-        found.append(PromptSets(PromptLoader(sources, spec.data), asked))
+        eval_prompts = tuple(
+            prompt for dataset in spec.data.eval for prompt in read_prompts(dataset, recipe, most_tokens)
+        )
+        prompt_sets.append(PromptSets(PromptLoader(sources, spec.data), eval_prompts))
         return sum(map(len, sources))
 
-    count = context.on_first_rank(read, INTEGER)
+    count = context.on_first_rank(prepare_sets, INTEGER)
     steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)
-    return RunPrompts(steps, found[0] if found else None, stop_tokens(recipe, model), recipe)
+    return RunPrompts(steps, prompt_sets[0] if prompt_sets else None, stop_tokens(recipe, model), recipe)
 
 
-def stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
+def stop_tokens(recipe: EncodingRecipe, model: RunModel) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those in the model's generation_config.json."""
-    return tuple(sorted({end_of_text(recipe.tokenizer()), *published_end_tokens(model.pretrained.folder)}))
+    return tuple(sorted({end_of_text(recipe.load_tokenizer()), *published_end_tokens(model.pretrained.folder)}))
 
 
 def published_end_tokens(folder: Path) -> list[int]:

@@ -16,13 +16,13 @@ from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.distributed.encoding import INTEGER
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.objectives.grpo.collecting import PromptSets
-from moejob_trainer.rewards.completion import FINAL, Completion, FailureKind, RewardFailed
+from moejob_trainer.rewards.completion import FINAL_FAILURES, Completion, FailureKind, RewardFailed
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 
 # Failures that every answer would have. An exception may belong to the made-up answer, which no model has written.
-_CERTAIN = frozenset({*FINAL, FailureKind.RECORD, FailureKind.WRONG_TYPE, FailureKind.WRONG_COUNT})
+_CERTAIN_FAILURES = frozenset({*FINAL_FAILURES, FailureKind.RECORD, FailureKind.WRONG_TYPE, FailureKind.WRONG_COUNT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RunRewards:
 
 
 @contextmanager
-def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
+def start_rewards(context: RankContext) -> Iterator[RunRewards | None]:
     """Start the rewards of a GRPO run on rank 0 and wait for their imports; a failure is raised on every rank."""
     grpo = context.spec.grpo
     if grpo is None:
@@ -48,15 +48,15 @@ def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
         return
     rewards = RunRewards(asyncio.Runner(), Scorer(grpo.rewards, grpo.reward_failure))
 
-    def start() -> int:
+    def start_scorer() -> int:
         # Heartbeats continue, because imports have a limit of their own: a rank that waits does not hang.
         with BackgroundHeartbeat(Heartbeat.for_rank()):
             rewards.runner.run(rewards.scorer.__aenter__())
-            rewards.runner.run(rewards.scorer.ready())
+            rewards.runner.run(rewards.scorer.wait_until_ready())
         return len(grpo.rewards)
 
     try:
-        context.on_first_rank(start, INTEGER)
+        context.on_first_rank(start_scorer, INTEGER)
         yield rewards
     finally:
         rewards.close()
@@ -68,37 +68,37 @@ def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSe
     if grpo is None or rewards is None:
         return
 
-    def attempt() -> int:
+    def try_sample() -> int:
         if sets is None:
             raise ValueError("rank 0 has the prompts")
-        sample = made_up_answer(grpo, sets.training.peek())
+        sample = made_up_completion(grpo, sets.training.peek_prompt())
         with BackgroundHeartbeat(Heartbeat.for_rank()):
-            failures = rewards.runner.run(rewards.scorer.attempt(sample))
+            failures = rewards.runner.run(rewards.scorer.try_completion(sample))
         for line in tolerated_failures(failures, grpo.reward_failure):
             sys.stderr.write(f"{line}\n")
         return len(failures)
 
-    context.on_first_rank(attempt, INTEGER)
+    context.on_first_rank(try_sample, INTEGER)
 
 
-def made_up_answer(grpo: Grpo, prompt: Prompt) -> Completion:
+def made_up_completion(grpo: Grpo, prompt: Prompt) -> Completion:
     """Return the reference as the answer to a prompt: the model has not written one yet."""
-    text = str(prompt.fields.get(_reference(grpo.rewards), ""))
+    text = str(prompt.fields.get(_reference_field(grpo.rewards), ""))
     return Completion(prompt.text, text, 1, grpo.max_new_tokens, prompt.fields, prompt.messages)
 
 
-def _reference(rewards: Sequence[Reward]) -> str:
+def _reference_field(rewards: Sequence[Reward]) -> str:
     return next(reward.reference for reward in rewards)
 
 
 def tolerated_failures(failures: dict[str, RewardFailed], policy: RewardFailure) -> list[str]:
     """Return a line for each failure that other answers may not have; raise for a failure that all have."""
     lines = []
-    for name, failed in failures.items():
-        text = f"reward {name} failed for a made-up answer to the first prompt ({failed.kind}): {failed}"
-        if failed.kind is FailureKind.AWAY:
+    for name, failure in failures.items():
+        text = f"reward {name} failed for a made-up answer to the first prompt ({failure.kind}): {failure}"
+        if failure.kind is FailureKind.AWAY:
             raise TransientFailure(text)
-        if failed.kind in _CERTAIN:
+        if failure.kind in _CERTAIN_FAILURES:
             raise BadConfiguration(text)
         if policy is RewardFailure.STOP:
             raise BadConfiguration(f"{text}; grpo.rewardFailure is Stop")

@@ -11,26 +11,32 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from moejob_api.contract.engines import separate_engines, transport
+from moejob_api.contract.engines import separate_engines, weight_transport
 from moejob_api.contract.pods import Environment, weights_key
 from moejob_api.job import Spec
-from moejob_api.job.grpo import ProbeMismatch, Sync
+from moejob_api.job.grpo import ProbeMismatch, WeightTransport
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.megatron.generation_offload import generation_offload
+from moejob_trainer.megatron.generation_offload import make_generation_offload
 from moejob_trainer.megatron.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
-from moejob_trainer.megatron.training_engine import MegatronEngine
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import RoutedLayers, Tokens
-from moejob_trainer.rollouts.publisher import Publisher, Room, Transport, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, MakeGroup, gloo, nccl
-from moejob_trainer.rollouts.transports.buckets import Ranks
+from moejob_trainer.rollouts.publisher import EngineTransport, ProbeTerms, Publisher, SharedGpuMemory
+from moejob_trainer.rollouts.transports.broadcast import (
+    BroadcastTransport,
+    EngineRendezvous,
+    MakeGroup,
+    make_gloo_group,
+    nccl_group_maker,
+)
+from moejob_trainer.rollouts.transports.buckets import BucketRanks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
-from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
+from moejob_trainer.rollouts.transports.ipc import IpcTransport, export_ipc_handle
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.grpo import RolloutEngines
 from moejob_trainer.setup.prompts import RunPrompts
@@ -40,24 +46,28 @@ _TOKEN_IDS = TypeAdapter(list[int])
 
 
 def connect_engines(
-    context: RankContext, engine: MegatronEngine, prompts: RunPrompts, stack: ExitStack
+    context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts, stack: ExitStack
 ) -> RolloutEngines:
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
     limits, is_first = FleetLimits(), context.environment.rank == 0
-    fleet = Fleet(_urls(os.environ), Connection(os.environ.get(Environment.SECRET)), limits) if is_first else None
+    fleet = (
+        EngineFleet(_read_engine_urls(os.environ), EngineConnection(os.environ.get(Environment.SECRET)), limits)
+        if is_first
+        else None
+    )
     publisher = Publisher(
         fleet=fleet,
         world=context.control,
-        transport=_transport(context, limits.start_seconds),
-        trial=_build_trial(context, engine, prompts),
-        room=_room(context.spec, engine),
+        transport=_build_transport(context, limits.start_seconds),
+        probe_terms=_build_trial(context, engine, prompts),
+        gpu_memory=_shared_gpu_memory(context.spec, engine),
     )
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet)
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
 
 
-def _build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompts) -> Trial:
+def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
     """Build the probe that ends each publication. All ranks call this together."""
     if context.spec.grpo is None:
         raise ValueError(f"method {context.spec.method} has no engines")
@@ -67,21 +77,21 @@ def _build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPromp
     dtype = getattr(torch, context.spec.model.dtype.value)
 
     def bound() -> float:
-        return probe_bound(dtype, probe.rounding(tokens, dtype)) if settings.bound is None else settings.bound
+        return probe_bound(dtype, probe.measure_rounding(tokens, dtype)) if settings.bound is None else settings.bound
 
-    return Trial(tokens, probe, bound, only_warns=settings.on_mismatch is ProbeMismatch.WARN)
+    return ProbeTerms(tokens, probe, bound, only_warns=settings.on_mismatch is ProbeMismatch.WARN)
 
 
 def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
     # An engine that reads a text generates one more token.
     length = max(2, min(PROBE_TOKENS, context.spec.data.max_length - 1))
 
-    def read() -> list[int]:
+    def read_text() -> list[int]:
         if prompts.sets is None:
             raise ValueError("rank 0 has the prompts")
         return probe_text([prompt.tokens for prompt in prompts.sets.training.first_prompts(PROBE_PROMPTS)], length)
 
-    return np.array(context.on_first_rank(read, _TOKEN_IDS), np.int32)
+    return np.array(context.on_first_rank(read_text, _TOKEN_IDS), np.int32)
 
 
 def routed_layers(spec: Spec, shape: ModelShape) -> RoutedLayers | None:
@@ -91,64 +101,64 @@ def routed_layers(spec: Spec, shape: ModelShape) -> RoutedLayers | None:
     return RoutedLayers(len(shape.layers), shape.routed_layers, shape.experts.count, shape.experts.per_token)
 
 
-def _transport(context: RankContext, start_seconds: float) -> Transport:
+def _build_transport(context: RankContext, start_seconds: float) -> EngineTransport:
     device = context.placement.device
-    on_cpu = Ranks(context.control, _alone_or(context.control), torch.device("cpu"))
-    on_gpu = Ranks(context.control, _alone_or(dist.group.WORLD), device)
-    match transport(context.spec):
-        case Sync.GLOO:
-            return BroadcastTransport(on_cpu, _rendezvous(context.spec, gloo, start_seconds))
-        case Sync.NCCL:
-            return BroadcastTransport(on_gpu, _rendezvous(context.spec, nccl(device), start_seconds))
-        case Sync.IPC:
-            return IpcTransport(on_gpu, export, start_seconds)
+    on_cpu = BucketRanks(context.control, _group_unless_alone(context.control), torch.device("cpu"))
+    on_gpu = BucketRanks(context.control, _group_unless_alone(dist.group.WORLD), device)
+    match weight_transport(context.spec):
+        case WeightTransport.GLOO:
+            return BroadcastTransport(on_cpu, _engine_rendezvous(context.spec, make_gloo_group, start_seconds))
+        case WeightTransport.NCCL:
+            return BroadcastTransport(on_gpu, _engine_rendezvous(context.spec, nccl_group_maker(device), start_seconds))
+        case WeightTransport.IPC:
+            return IpcTransport(on_gpu, export_ipc_handle, start_seconds)
         case _:
             return DiskTransport(context.environment.folder / _FOLDER, context.control, start_seconds)
 
 
-def _alone_or(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _group_unless_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def _rendezvous(spec: Spec, make_group: MakeGroup, start_seconds: float) -> EngineRendezvous:
+def _engine_rendezvous(spec: Spec, make_group: MakeGroup, start_seconds: float) -> EngineRendezvous:
     if spec.grpo is None:
         raise ValueError(f"method {spec.method} has no engines")
     host, key = os.environ[Environment.HOST], weights_key(os.environ.get(Environment.SECRET, ""))
     return EngineRendezvous(host, key, spec.grpo.rollout.tensor, make_group, start_seconds)
 
 
-def _room(spec: Spec, engine: MegatronEngine) -> Room | None:
+def _shared_gpu_memory(spec: Spec, engine: MegatronTrainingEngine) -> SharedGpuMemory | None:
     """The room of engines on the trainer's GPUs; others share no memory with it."""
     shares_gpus = spec.resources.accelerator is Accelerator.GPU and separate_engines(spec) == 0
-    return GpuRoom(spec, engine) if shares_gpus else None
+    return TrainerGpuMemory(spec, engine) if shares_gpus else None
 
 
-class GpuRoom:
+class TrainerGpuMemory:
     """Memory of the trainer's GPU, which engines use while it waits for answers."""
 
-    def __init__(self, spec: Spec, engine: MegatronEngine) -> None:
-        parts, self._copies = (engine.stages, engine.replicas), engine.copies
-        self._weights = generation_offload(*parts, parameters=spec.memory.offload_parameters, gradients=False)
-        self._gradients = generation_offload(*parts, parameters=False, gradients=spec.memory.offload_gradients)
+    def __init__(self, spec: Spec, engine: MegatronTrainingEngine) -> None:
+        parts, self._copies = (engine.stages, engine.data_parallel), engine.copies
+        self._weights = make_generation_offload(*parts, parameters=spec.memory.offload_parameters, gradients=False)
+        self._gradients = make_generation_offload(*parts, parameters=False, gradients=spec.memory.offload_gradients)
 
-    def tidy(self) -> None:
+    def free_unused(self) -> None:
         """Free gradients with memory.offloadGradients, and the blocks that torch's allocator has cached."""
-        self._gradients.leave()
+        self._gradients.move_to_host()
         torch.cuda.empty_cache()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Move weights to the host with memory.offloadParameters."""
-        self._copies.finish()
-        self._weights.leave()
+        self._copies.finish_copy()
+        self._weights.move_to_host()
         torch.cuda.empty_cache()
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         """Take both back."""
-        self._weights.enter()
-        self._gradients.enter()
+        self._weights.move_to_device()
+        self._gradients.move_to_device()
 
 
-def _urls(environ: Mapping[str, str]) -> list[str]:
+def _read_engine_urls(environ: Mapping[str, str]) -> list[str]:
     urls = [url for url in environ.get(Environment.ROLLOUT_URLS, "").split(",") if url]
     if not urls:
         raise BadConfiguration(

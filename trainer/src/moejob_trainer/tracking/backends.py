@@ -24,7 +24,7 @@ class TrackedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class StepNumbers:
     """The metrics of one step. All values are finite."""
 
     step: int
@@ -36,7 +36,7 @@ class Numbers:
 class TrackerBackend(Protocol):
     """A receiver of numbers. It may raise any exception and take any time: neither reaches the training loop."""
 
-    def write(self, numbers: Numbers) -> None:
+    def write(self, numbers: StepNumbers) -> None:
         """Send the numbers of a step. After a restart, steps come a second time."""
 
     def close(self, *, has_failed: bool) -> None:

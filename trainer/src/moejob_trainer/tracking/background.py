@@ -8,33 +8,38 @@ from collections import deque
 from collections.abc import Callable
 
 from moejob_trainer.runtime.user_lines import to_stderr
-from moejob_trainer.tracking.backends import Numbers, TrackerBackend
+from moejob_trainer.tracking.backends import StepNumbers, TrackerBackend
 
 # Hours of steps; a backend that is further behind will not catch up.
 MOST_WAITING = 10_000
 
 
-class Background:
+class BackgroundBackend:
     """Sends to one backend. The thread opens the backend, too: that imports packages and asks servers."""
 
     def __init__(
         self,
         name: str,
-        opened: Callable[[], TrackerBackend],
+        open_backend: Callable[[], TrackerBackend],
         write_line: Callable[[str], None] = to_stderr,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        self.name, self._opened, self._publish, self._most_waiting = name, opened, write_line, most_waiting
+        self.name, self._open_backend, self._write_line, self._most_waiting = (
+            name,
+            open_backend,
+            write_line,
+            most_waiting,
+        )
         # Steps whose numbers the backend did not get.
         self.lost = 0
-        self._waiting: deque[Numbers] = deque()
+        self._waiting: deque[StepNumbers] = deque()
         self._changed = threading.Condition()
-        self._is_closing = self._has_failed = self._has_spoken = False
+        self._is_closing = self._has_failed = self._has_reported = False
         # A daemon: a process does not wait for it to end.
-        self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
-    def write(self, numbers: Numbers) -> None:
+    def write(self, numbers: StepNumbers) -> None:
         """Put the numbers in the queue, or lose them where there is no room."""
         with self._changed:
             has_room = len(self._waiting) < self._most_waiting
@@ -42,7 +47,7 @@ class Background:
                 self._waiting.append(numbers)
                 self._changed.notify()
         if not has_room:
-            self._lose(f"it is {self._most_waiting} steps behind")
+            self._count_lost(f"it is {self._most_waiting} steps behind")
 
     def begin_close(self, *, has_failed: bool) -> None:
         """Announce the end: no numbers follow."""
@@ -56,49 +61,49 @@ class Background:
         if self._thread.is_alive():
             with self._changed:
                 self.lost += len(self._waiting)
-            self._publish(f"{self.name} did not finish in time and was left behind")
+            self._write_line(f"{self.name} did not finish in time and was left behind")
         if self.lost:
-            self._publish(f"{self.name} lacks the numbers of {self.lost} steps; {_COMPLETE}")
+            self._write_line(f"{self.name} lacks the numbers of {self.lost} steps; {_COMPLETE_LOG}")
 
-    def _work(self) -> None:
+    def _send_all(self) -> None:
         try:
-            backend = self._opened()
+            backend = self._open_backend()
         except Exception as error:  # noqa: BLE001 a backend never stops a run
-            self._lose(_reason(error), steps=0)
+            self._count_lost(_error_reason(error), steps=0)
             self._lose_all()
             return
-        while (numbers := self._next()) is not None:
-            self._tried(lambda: backend.write(numbers), steps=1)
-        self._tried(lambda: backend.close(has_failed=self._has_failed), steps=0)
+        while (numbers := self._next_numbers()) is not None:
+            self._try_sending(lambda: backend.write(numbers), steps=1)
+        self._try_sending(lambda: backend.close(has_failed=self._has_failed), steps=0)
 
     def _lose_all(self) -> None:
-        while self._next() is not None:
-            self._lose("", steps=1)
+        while self._next_numbers() is not None:
+            self._count_lost("", steps=1)
 
-    def _next(self) -> Numbers | None:
+    def _next_numbers(self) -> StepNumbers | None:
         """Return the step that has waited longest; None when all is sent and the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
 
-    def _tried(self, send: Callable[[], None], steps: int) -> None:
+    def _try_sending(self, send: Callable[[], None], steps: int) -> None:
         try:
             send()
         except Exception as error:  # noqa: BLE001 a backend never stops a run
-            self._lose(_reason(error), steps)
+            self._count_lost(_error_reason(error), steps)
 
-    def _lose(self, why: str, steps: int = 1) -> None:
+    def _count_lost(self, reason: str, steps: int = 1) -> None:
         with self._changed:
             self.lost += steps
-            speaks, self._has_spoken = not self._has_spoken, True
-        if speaks:
-            self._publish(f"{self.name}: {why}; the run continues, and {_COMPLETE}")
+            is_first_loss, self._has_reported = not self._has_reported, True
+        if is_first_loss:
+            self._write_line(f"{self.name}: {reason}; the run continues, and {_COMPLETE_LOG}")
 
 
-_COMPLETE = "steps.jsonl in the run folder has all of them"
+_COMPLETE_LOG = "steps.jsonl in the run folder has all of them"
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return (
             f"this image has no package {error.name}; install it in the image or remove the tracker from spec.tracking"

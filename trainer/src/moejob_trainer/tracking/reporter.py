@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moejob_api.contract.pods import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
-from moejob_api.hardware import TERA, known
+from moejob_api.hardware import TERA, gpu_hardware
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.job.status import HubCommit
-from moejob_trainer.runtime.disk import Disk, cut_half_line, explained
+from moejob_trainer.runtime.disk import Disk, cut_half_line, explain_failure
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming
@@ -42,7 +42,7 @@ def rank_hardware(resources: Resources, count: int) -> RankHardware:
     if resources.accelerator is Accelerator.CPU:
         return RankHardware(count)
     gpu_type = resources.gpu_type
-    return RankHardware(count, True, None if gpu_type is None else known(gpu_type).bf16_flops_per_second)
+    return RankHardware(count, True, None if gpu_type is None else gpu_hardware(gpu_type).bf16_flops_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ProgressWriter:
         if not self.is_first:
             return
         path = self.folder / STEP_LOG
-        with explained("mending the step log", path):
+        with explain_failure("mending the step log", path):
             cut = cut_half_line(Disk(), path)
         if cut:
             sys.stderr.write(f"{path} ended in half a line: its last {len(cut)} bytes were cut\n")
@@ -70,8 +70,10 @@ class ProgressWriter:
         if not self.is_first:
             return
         path = self.folder / STEP_LOG
-        with explained("writing the step log", path), path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n")
+        with explain_failure("writing the step log", path), path.open("a", encoding="utf-8") as lines:
+            lines.write(
+                json.dumps({name: _finite_or_none(value) for name, value in line.items()}, allow_nan=False) + "\n"
+            )
         self.tracker.write(step, line)
 
 
@@ -94,46 +96,53 @@ class Reporter:
     record: Callable[[int, Sequence[UpdateResult]], None] = lambda *_: None
     hub_commits: tuple[HubCommit, ...] | None = None
     clock: Callable[[], float] = time.monotonic
-    _since: float = field(init=False, default=0.0)
-    _begun: float = field(init=False, default=0.0)
+    _step_began_at: float = field(init=False, default=0.0)
+    _began_at: float = field(init=False, default=0.0)
     _last_progress: RunProgress | None = field(init=False, default=None)
     _start: StartTiming | None = field(init=False, default=None)
     # Numbers that only some lines have; progress shows the newest of them.
     _lasting: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def begin(self, start: StartTiming | None = None, known: Mapping[str, float] | None = None) -> None:
+    def start(self, start: StartTiming | None = None, earlier_metrics: Mapping[str, float] | None = None) -> None:
         """Start the clock of the first step; the time before it is reported separately.
 
         Numbers of earlier evaluations are shown until there are newer ones.
         """
         self.writer.mend_step_log()
-        self._since, self._start = self.clock(), start
-        self._lasting |= known or {}
-        self._begun = self._since
+        self._step_began_at, self._start = self.clock(), start
+        self._lasting |= earlier_metrics or {}
+        self._began_at = self._step_began_at
 
-    def report(self, step: int, results: Sequence[UpdateResult]) -> None:
+    def report_step(self, step: int, results: Sequence[UpdateResult]) -> None:
         """Report one step: its line, its heartbeat, and an evaluation when one is due."""
         now = self.clock()
-        seconds, self._since = now - self._since, now
+        seconds, self._step_began_at = now - self._step_began_at, now
         self.record(step, results)
         means = means_of_updates(results)
         metrics = {**means, **self.measured()}
-        evaluated = self._evaluated(step, now)
+        evaluated = self._evaluate_step(step, now)
         self.writer.heartbeat.beat(step)
-        speed = _speed(results, seconds, self.ranks)
-        started, self._start = {} if self._start is None else self._start.as_fields(), None
-        line = {**self._progress(step, seconds), **started, **_learned(results), **speed, **metrics, **evaluated}
+        speed = _speed_fields(results, seconds, self.ranks)
+        start_fields, self._start = {} if self._start is None else self._start.as_fields(), None
+        line = {
+            **self._progress_fields(step, seconds),
+            **start_fields,
+            **_update_fields(results),
+            **speed,
+            **metrics,
+            **evaluated,
+        }
         self.writer.write_step(step, line)
         if self.writer.is_first:
             self.note(line)
-            self._lasting |= {**started, **evaluated}
-            last = replace(results[-1], loss=means["loss"], metrics=metrics)
-            progress = self._run_progress(step, last, speed, now - self._begun)
-            self._publish(progress.model_copy(update={"measures": _measures({**self._lasting, **line})}))
+            self._lasting |= {**start_fields, **evaluated}
+            last_result = replace(results[-1], loss=means["loss"], metrics=metrics)
+            progress = self._build_run_progress(step, last_result, speed, now - self._began_at)
+            self._report_progress(progress.model_copy(update={"measures": _status_measures({**self._lasting, **line})}))
         # The time of an evaluation belongs to no step.
-        self._since = self.clock()
+        self._step_began_at = self.clock()
 
-    def finish(self, stopped_at: int | None = None) -> None:
+    def report_end(self, stopped_at: int | None = None) -> None:
         """Report the last progress, once the last checkpoint is complete.
 
         A run that stopped early reports the steps done as its total, so its bar is full and no time is left.
@@ -142,27 +151,27 @@ class Reporter:
         if not self.writer.is_first or step is None:
             return
         # A run that only had to export has reported no step.
-        last = self._last_progress or RunProgress(
+        last_progress = self._last_progress or RunProgress(
             step=step,
             total_steps=self.total_steps,
-            measures=_measures(self._lasting),
+            measures=_status_measures(self._lasting),
             hub_commits=self.hub_commits,
         )
         # A run that has saved nothing itself does not know how long a save took.
-        took = last.save_seconds if save_seconds is None else save_seconds
-        total = self.total_steps if stopped_at is None else stopped_at
-        known = {"total_steps": total, "last_checkpoint_step": step, "save_seconds": took}
-        self._publish(last.model_copy(update=known))
+        last_save_seconds = last_progress.save_seconds if save_seconds is None else save_seconds
+        total_steps = self.total_steps if stopped_at is None else stopped_at
+        final_fields = {"total_steps": total_steps, "last_checkpoint_step": step, "save_seconds": last_save_seconds}
+        self._report_progress(last_progress.model_copy(update=final_fields))
 
-    def _evaluated(self, step: int, begun: float) -> Mapping[str, float]:
-        found = self.evaluate(step)
-        return {**found, "evaluateSeconds": round(self.clock() - begun, 6)} if found else found
+    def _evaluate_step(self, step: int, began_at: float) -> Mapping[str, float]:
+        metrics = self.evaluate(step)
+        return {**metrics, "evaluateSeconds": round(self.clock() - began_at, 6)} if metrics else metrics
 
-    def _publish(self, run: RunProgress) -> None:
+    def _report_progress(self, run: RunProgress) -> None:
         self._last_progress = run
-        self.writer.heartbeat.report(run)
+        self.writer.heartbeat.report_run(run)
 
-    def _progress(self, step: int, seconds: float) -> dict[str, Any]:
+    def _progress_fields(self, step: int, seconds: float) -> dict[str, Any]:
         _, _, stalled = self.saved()
         return {
             "step": step,
@@ -175,7 +184,7 @@ class Reporter:
             "checkpointStallSeconds": round(stalled, 6),
         }
 
-    def _run_progress(
+    def _build_run_progress(
         self, step: int, last: UpdateResult, speed: Mapping[str, float], stepping_seconds: float
     ) -> RunProgress:
         saved_step, save_seconds, _ = self.saved()
@@ -184,11 +193,11 @@ class Reporter:
             total_steps=self.total_steps,
             epoch=self.epoch(),
             # JSON has no word for what is not finite, and the contract takes none.
-            loss=_finite(last.loss),
-            mtp_loss=_finite(last.metrics.get("mtpLoss")),
-            reward=_finite(last.metrics.get("reward")),
+            loss=_finite_or_none(last.loss),
+            mtp_loss=_finite_or_none(last.metrics.get("mtpLoss")),
+            reward=_finite_or_none(last.metrics.get("reward")),
             learning_rate=last.learning_rate,
-            gradient_norm=_finite(last.gradient_norm),
+            gradient_norm=_finite_or_none(last.gradient_norm),
             tokens_per_second_per_gpu=speed.get("tokensPerSecondPerGpu"),
             mfu=speed.get("mfu"),
             last_checkpoint_step=saved_step,
@@ -203,33 +212,37 @@ def means_of_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 
     Two updates on 1 and 3 tokens with entropies 2.0 and 1.0 have (1 x 2.0 + 3 x 1.0) / 4 = 1.25.
     """
-    numbers = [{"loss": one.loss, **one.metrics} for one in results]
-    found = numbers[-1]
+    numbers = [{"loss": result.loss, **result.metrics} for result in results]
+    means = numbers[-1]
     for name in {name for one in results for name in one.weights}:
-        pairs = [(of[name], one.weights[name]) for of, one in zip(numbers, results, strict=True) if name in one.weights]
-        found = {**found, name: sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)}
-    return found
+        pairs = [
+            (update_numbers[name], one.weights[name])
+            for update_numbers, one in zip(numbers, results, strict=True)
+            if name in one.weights
+        ]
+        means = {**means, name: sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)}
+    return means
 
 
 # Numbers that have fields of their own in RunProgress, and the coordinates of a line.
-_NAMED = frozenset(
+_NAMED_FIELDS = frozenset(
     ("step", "epoch", "loss", "mtpLoss", "reward", "gradNorm", "learningRate", "tokensPerSecondPerGpu", "mfu")
 ) | {"time", "attempt", "restart", "applied"}
 # The contract takes no larger number.
-_LARGEST = 1e39
+_LARGEST_MEASURE = 1e39
 
 
-def _measures(line: Mapping[str, Any]) -> dict[str, float]:
+def _status_measures(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the other numbers of a line, as many as the contract takes."""
     fitting = [
         (name, float(value))
         for name, value in line.items()
-        if name not in _NAMED and len(name) <= MOST_MEASURE_NAME and isinstance(value, int | float)
+        if name not in _NAMED_FIELDS and len(name) <= MOST_MEASURE_NAME and isinstance(value, int | float)
     ]
-    return dict([(name, value) for name, value in fitting if abs(value) <= _LARGEST][:MOST_MEASURES])
+    return dict([(name, value) for name, value in fitting if abs(value) <= _LARGEST_MEASURE][:MOST_MEASURES])
 
 
-def _learned(results: Sequence[UpdateResult]) -> dict[str, Any]:
+def _update_fields(results: Sequence[UpdateResult]) -> dict[str, Any]:
     last = results[-1]
     return {
         "gradNorm": last.gradient_norm,
@@ -239,7 +252,7 @@ def _learned(results: Sequence[UpdateResult]) -> dict[str, Any]:
     }
 
 
-def _speed(results: Sequence[UpdateResult], seconds: float, ranks: RankHardware) -> dict[str, float]:
+def _speed_fields(results: Sequence[UpdateResult], seconds: float, ranks: RankHardware) -> dict[str, float]:
     """Return the speed of the step; a CPU has no peak to compare it with."""
     if not seconds:
         return {}
@@ -253,5 +266,5 @@ def _speed(results: Sequence[UpdateResult], seconds: float, ranks: RankHardware)
     return speed
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,7 +32,7 @@ class SignalLog:
     _steps: list[LoggedRewards] = field(init=False, default_factory=list)
     _warned: set[SignalKind] = field(init=False, default_factory=set)
 
-    def note(self, line: Mapping[str, Any]) -> None:
+    def note_step(self, line: Mapping[str, Any]) -> None:
         """Add the line of a step, and log each kind of warning the first time that it applies."""
         if self.grpo is None:
             return

@@ -9,8 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from moejob_trainer.tracking.backends import Numbers, TrackedRun, TrackerBackend
-from moejob_trainer.tracking.background import Background
+from moejob_trainer.tracking.backends import StepNumbers, TrackedRun, TrackerBackend
+from moejob_trainer.tracking.background import BackgroundBackend
 from moejob_trainer.tracking.mlflow_run import MLflowRun
 from moejob_trainer.tracking.tensorboard_events import TensorBoardEvents
 from moejob_trainer.tracking.wandb_run import WandbRun
@@ -25,14 +25,14 @@ class Tracker:
     The end has to be explicit: functions registered with atexit do not run in ranks.
     """
 
-    def __init__(self, backends: Sequence[Background], patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._sinks, self._patience_seconds = backends, patience_seconds
+    def __init__(self, backends: Sequence[BackgroundBackend], patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._backends, self._patience_seconds = backends, patience_seconds
 
     def write(self, step: int, line: Mapping[str, Any]) -> None:
         """Send the numbers of a line."""
-        if self._sinks:
-            numbers = Numbers(step, time.time(), _numbers(line))
-            for backend in self._sinks:
+        if self._backends:
+            numbers = StepNumbers(step, time.time(), _finite_numbers(line))
+            for backend in self._backends:
                 backend.write(numbers)
 
     def __enter__(self) -> Self:
@@ -44,20 +44,20 @@ class Tracker:
         # A requested stop raises no Exception but a BaseException, and is no failure.
         has_failed = kind is not None and issubclass(kind, Exception)
         deadline = time.monotonic() + self._patience_seconds
-        for backend in self._sinks:
+        for backend in self._backends:
             backend.begin_close(has_failed=has_failed)
-        for backend in self._sinks:
+        for backend in self._backends:
             backend.wait(deadline)
 
 
-def tracker(run: TrackedRun, *, is_first: bool) -> Tracker:
+def open_tracker(run: TrackedRun, *, is_first: bool) -> Tracker:
     """Open the backends that spec.tracking asks for; one rank sends for all."""
     if not is_first:
         return Tracker([])
-    return Tracker([Background(name, opened) for name, opened in asked_for(run).items()])
+    return Tracker([BackgroundBackend(name, open_backend) for name, open_backend in backend_openers(run).items()])
 
 
-def asked_for(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend]]:
+def backend_openers(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend]]:
     """Return the opener of each backend of the job, by its field in the spec."""
     tracking = run.spec.tracking
     backends: dict[str, Callable[[], TrackerBackend]] = {}
@@ -74,7 +74,7 @@ def asked_for(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend]]:
 _AXES = ("step", "time")
 
 
-def _numbers(line: Mapping[str, Any]) -> Mapping[str, float]:
+def _finite_numbers(line: Mapping[str, Any]) -> Mapping[str, float]:
     return {
         name: float(value)
         for name, value in line.items()

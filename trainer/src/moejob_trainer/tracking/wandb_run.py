@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from moejob_api.job.lifecycle import Wandb
-from moejob_trainer.tracking.backends import Numbers, TrackedRun
+from moejob_trainer.tracking.backends import StepNumbers, TrackedRun
 
 
 class WandbRun:
@@ -29,7 +29,7 @@ class WandbRun:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, numbers: Numbers) -> None:
+    def write(self, numbers: StepNumbers) -> None:
         """Log one row."""
         self._run.log({"step": numbers.step, **numbers.values})
 

@@ -5,7 +5,23 @@ Imports nothing of Megatron; moejob_trainer.megatron implements `TrainingEngine`
 
 from __future__ import annotations
 
-from moejob_trainer.training.interface import Loss, LossTerms, Mean, TokenOutputs, TrainingEngine, UpdateResult
+from moejob_trainer.training.interface import (
+    LossFunction,
+    LossTerms,
+    TokenOutputs,
+    TrainingEngine,
+    UpdateResult,
+    WeightedMean,
+)
 from moejob_trainer.training.micro_batch import Document, MicroBatch
 
-__all__ = ["Document", "Loss", "LossTerms", "Mean", "MicroBatch", "TokenOutputs", "TrainingEngine", "UpdateResult"]
+__all__ = [
+    "Document",
+    "LossFunction",
+    "LossTerms",
+    "MicroBatch",
+    "TokenOutputs",
+    "TrainingEngine",
+    "UpdateResult",
+    "WeightedMean",
+]

@@ -30,7 +30,7 @@ class TokenOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class WeightedMean:
     """A number that many ranks and micro batches contribute to."""
 
     total: Tensor | float
@@ -42,7 +42,7 @@ class LossTerms:
     """The loss of one micro batch as a weighted sum; the engine divides it by the weight of the global batch."""
 
     total: Tensor
-    metrics: Mapping[str, Mean] = field(default_factory=dict)
+    metrics: Mapping[str, WeightedMean] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class UpdateResult:
     is_applied: bool = True
 
 
-Loss = Callable[[TokenOutputs, MicroBatch], LossTerms]
+LossFunction = Callable[[TokenOutputs, MicroBatch], LossTerms]
 
 
 class TrainingEngine(Protocol):
@@ -72,19 +72,19 @@ class TrainingEngine(Protocol):
     def begin_step(self, step: int) -> None:
         """Take the learning rate of a step, counted from 0, for the updates that follow: none, one or several."""
 
-    def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> UpdateResult:
         """One update of the weights from this data rank's micro batches of a global batch."""
 
-    def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+    def evaluate(self, batches: Sequence[MicroBatch], loss: LossFunction) -> UpdateResult:
         """The loss without an update."""
 
-    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+    def compute_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """Return the model's outputs for each micro batch; every rank of a data rank gets all of it."""
 
-    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+    def compute_reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """The same of the model as it was before it learned anything."""
 
-    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, one at a time, in one order on all ranks; all run it to its end.
 
         A tensor has values on the rank that owns it; on the others it is on the meta device. With `stacked_elements`

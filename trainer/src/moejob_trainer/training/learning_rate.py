@@ -10,17 +10,17 @@ from moejob_api.job.training import Optimizer, Scheduler, SchedulerKind
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer, scheduler: Scheduler) -> float:
     """The learning rate of a step, counted from 0: the first step of a warm-up is not wasted on a rate of zero."""
-    peak, least = optimizer.learning_rate, scheduler.minimum_learning_rate
+    peak, minimum = optimizer.learning_rate, scheduler.minimum_learning_rate
     if step < scheduler.warmup_steps:
         return peak * (step + 1) / scheduler.warmup_steps
-    done = _decayed_share(step, total_steps, scheduler)
+    decayed_share = _decayed_share(step, total_steps, scheduler)
     match scheduler.kind:
         case SchedulerKind.CONSTANT:
             return peak
         case SchedulerKind.LINEAR | SchedulerKind.WSD:
-            return least + (peak - least) * (1.0 - done)
+            return minimum + (peak - minimum) * (1.0 - decayed_share)
         case SchedulerKind.COSINE:
-            return least + (peak - least) * 0.5 * (1.0 + math.cos(math.pi * done))
+            return minimum + (peak - minimum) * 0.5 * (1.0 + math.cos(math.pi * decayed_share))
         case _:
             assert_never(scheduler.kind)
 

@@ -75,18 +75,18 @@ class MicroBatch:
     extras: Mapping[str, Tensor]  # each [T, ...] or, about documents, [D]
     lengths: tuple[int, ...]  # [D], tokens of each slot that are not padding
 
-    def without(self, name: str) -> MicroBatch:
+    def without_extra(self, name: str) -> MicroBatch:
         """Return the micro batch without one of its extras."""
-        return replace(self, extras={other: value for other, value in self.extras.items() if other != name})
+        return replace(self, extras={key: value for key, value in self.extras.items() if key != name})
 
-    def is_real(self) -> Tensor:
+    def real_token_mask(self) -> Tensor:
         """bool [T]: which tokens are no padding."""
         mask = torch.zeros(len(self.tokens), dtype=torch.bool)
         for start, length in zip(self.cu_lengths.tolist(), self.lengths, strict=False):
             mask[start : start + length] = True
         return mask
 
-    def ahead(self, values: Tensor, by: int) -> Tensor:
+    def shift_ahead(self, values: Tensor, by: int) -> Tensor:
         """Return for each token the value `by` tokens later in its document, zero beyond the end. [T] -> [T]"""
         ends = self.cu_lengths[1:].repeat_interleave(self.cu_lengths.diff())
         is_inside = torch.arange(by, by + len(values)) < ends

@@ -9,28 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moejob_api.models.families.deepseek import deepseek_v2, deepseek_v3
-from moejob_api.models.families.dense import llama, qwen2, qwen3
+from moejob_api.models.families.deepseek import deepseek_v2_shape, deepseek_v3_shape
+from moejob_api.models.families.dense import llama_shape, qwen2_shape, qwen3_shape
 from moejob_api.models.families.keys import refuse_unknown_meanings
-from moejob_api.models.families.mixture_of_experts import glm4_moe, gpt_oss, mixtral, qwen2_moe, qwen3_moe, qwen3_next
+from moejob_api.models.families.mixture_of_experts import (
+    glm4_moe_shape,
+    gpt_oss_shape,
+    mixtral_shape,
+    qwen2_moe_shape,
+    qwen3_moe_shape,
+    qwen3_next_shape,
+)
 from moejob_api.models.families.rotary import refuse_unknown_rotary
-from moejob_api.models.reader import ConfigReader, refused, shown
+from moejob_api.models.reader import ConfigReader, model_error, shown_value
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec, Rule
 
 _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
-    Family.LLAMA: llama,
-    Family.QWEN2: qwen2,
-    Family.QWEN3: qwen3,
-    Family.MIXTRAL: mixtral,
-    Family.QWEN2_MOE: qwen2_moe,
-    Family.QWEN3_MOE: qwen3_moe,
-    Family.QWEN3_NEXT: qwen3_next,
-    Family.DEEPSEEK_V2: deepseek_v2,
-    Family.DEEPSEEK_V3: deepseek_v3,
-    Family.GLM4_MOE: glm4_moe,
-    Family.GPT_OSS: gpt_oss,
+    Family.LLAMA: llama_shape,
+    Family.QWEN2: qwen2_shape,
+    Family.QWEN3: qwen3_shape,
+    Family.MIXTRAL: mixtral_shape,
+    Family.QWEN2_MOE: qwen2_moe_shape,
+    Family.QWEN3_MOE: qwen3_moe_shape,
+    Family.QWEN3_NEXT: qwen3_next_shape,
+    Family.DEEPSEEK_V2: deepseek_v2_shape,
+    Family.DEEPSEEK_V3: deepseek_v3_shape,
+    Family.GLM4_MOE: glm4_moe_shape,
+    Family.GPT_OSS: gpt_oss_shape,
 }
 
 # Models that people ask for, and what they need that is not there.
@@ -45,16 +52,20 @@ _KNOWN_BY_NAME: Mapping[str, str] = {
 def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     """The shape that a parsed config.json describes; InvalidSpec, beginning with `origin`, when it describes none."""
     if not isinstance(config, Mapping):
-        raise refused(Rule.MODEL_CONFIG, f"{origin} holds {shown(config)}; expected a JSON object")
+        raise model_error(Rule.MODEL_CONFIG, f"{origin} holds {shown_value(config)}; expected a JSON object")
     name = config.get("model_type")
     if isinstance(name, str) and name in _KNOWN_BY_NAME:
-        raise _unsupported(f"{origin}: {_KNOWN_BY_NAME[name]}")
+        raise _unsupported_error(f"{origin}: {_KNOWN_BY_NAME[name]}")
     if config.get("text_config") is not None or config.get("vision_config") is not None:
-        raise _unsupported(f"{origin}: model_type {shown(name)} reads more than text, and only text is trained")
+        raise _unsupported_error(
+            f"{origin}: model_type {shown_value(name)} reads more than text, and only text is trained"
+        )
     if not isinstance(name, str):
-        raise refused(Rule.MODEL_CONFIG, f"{origin}: model_type is {shown(name)}; expected one of {_known()}")
+        raise model_error(
+            Rule.MODEL_CONFIG, f"{origin}: model_type is {shown_value(name)}; expected one of {_supported_families()}"
+        )
     if name not in _READERS:
-        raise _unsupported(f"{origin}: model_type {shown(name)} is not supported")
+        raise _unsupported_error(f"{origin}: model_type {shown_value(name)} is not supported")
     reader = ConfigReader(config, origin)
     shape = _READERS[Family(name)](reader)
     refuse_unknown_meanings(reader, shape.family)
@@ -62,12 +73,13 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     return shape
 
 
-def _unsupported(what: str) -> InvalidSpec:
-    return refused(
+def _unsupported_error(reason: str) -> InvalidSpec:
+    return model_error(
         Rule.MODEL_FAMILY,
-        f"{what}; use a model whose model_type is one of {_known()}, or add it as docs/add-a-model.md says",
+        f"{reason}; use a model whose model_type is one of {_supported_families()}, or add it as docs/add-a-model.md "
+        "says",
     )
 
 
-def _known() -> str:
+def _supported_families() -> str:
     return ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)

@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moejob_api.models.reader import ConfigReader, shown
+from moejob_api.models.reader import ConfigReader, shown_value
 from moejob_api.models.shape import Family
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class UsedKey:
     """Read, checked and computed with: by the shape of a family, by rotary.py and routing.py, or by the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Harmless:
+class HarmlessKey:
     """Without influence on what is trained, for this reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class RestrictedKey:
     """Refused with any value but these; the reason ends with the fix."""
 
     accepted: tuple[object, ...]
@@ -35,44 +35,44 @@ class Only:
 
 
 @dataclass(frozen=True, slots=True)
-class Positive:
+class PositiveKey:
     """A number above zero that the trainer computes with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class SwitchKey:
     """true or false, which the trainer computes with."""
 
 
-Treatment = Used | Harmless | Only | Positive | Switch
+KeyTreatment = UsedKey | HarmlessKey | RestrictedKey | PositiveKey | SwitchKey
 
-USED = Used()
+USED = UsedKey()
 _COPY = "change it in a copy of the model's folder if that is what you mean to train"
-_NO_DROPOUT = Only((0, None), f"the trainer computes attention without dropout; {_COPY}")
-_GENERATION = Harmless("only generation reads it")
-_OF_THE_JOB = Harmless("the job's moe section says how experts are balanced")
-_OF_THE_TOKENIZER = Harmless("tokens come from the tokenizer")
-_NEW_MODELS = Harmless("only weights that are made new would use it")
-_OUTPUTS = Harmless("says which outputs Transformers returns, not what they are")
-_SILU = Only(("silu", "swish"), f"the trainer computes no other activation; {_COPY}")
+_NO_DROPOUT = RestrictedKey((0, None), f"the trainer computes attention without dropout; {_COPY}")
+_GENERATION = HarmlessKey("only generation reads it")
+_OF_THE_JOB = HarmlessKey("the job's moe section says how experts are balanced")
+_OF_THE_TOKENIZER = HarmlessKey("tokens come from the tokenizer")
+_NEW_MODELS = HarmlessKey("only weights that are made new would use it")
+_OUTPUTS = HarmlessKey("says which outputs Transformers returns, not what they are")
+_SILU = RestrictedKey(("silu", "swish"), f"the trainer computes no other activation; {_COPY}")
 
 # The keys of every config class.
-BASE: dict[str, Treatment] = {
+BASE_KEYS: dict[str, KeyTreatment] = {
     "model_type": USED,
     "architectures": USED,
     "quantization_config": USED,
     "compression_config": USED,
     "text_config": USED,
-    "tie_word_embeddings": Switch(),
-    "_name_or_path": Harmless("a name"),
-    "transformers_version": Harmless("which version wrote the file"),
-    "dtype": Harmless("model.dtype of the job says in which type is trained"),
-    "torch_dtype": Harmless("model.dtype of the job says in which type is trained"),
-    "chunk_size_feed_forward": Harmless("these families do not compute in chunks"),
-    "is_encoder_decoder": Only((False, None), "the trainer has decoders only; use a model that is one"),
-    "id2label": Harmless("labels of a classifier"),
-    "label2id": Harmless("labels of a classifier"),
-    "problem_type": Harmless("of a classifier"),
+    "tie_word_embeddings": SwitchKey(),
+    "_name_or_path": HarmlessKey("a name"),
+    "transformers_version": HarmlessKey("which version wrote the file"),
+    "dtype": HarmlessKey("model.dtype of the job says in which type is trained"),
+    "torch_dtype": HarmlessKey("model.dtype of the job says in which type is trained"),
+    "chunk_size_feed_forward": HarmlessKey("these families do not compute in chunks"),
+    "is_encoder_decoder": RestrictedKey((False, None), "the trainer has decoders only; use a model that is one"),
+    "id2label": HarmlessKey("labels of a classifier"),
+    "label2id": HarmlessKey("labels of a classifier"),
+    "problem_type": HarmlessKey("of a classifier"),
     "output_attentions": _OUTPUTS,
     "output_hidden_states": _OUTPUTS,
     "return_dict": _OUTPUTS,
@@ -80,9 +80,9 @@ BASE: dict[str, Treatment] = {
     "pad_token_id": _OF_THE_TOKENIZER,
     "bos_token_id": _OF_THE_TOKENIZER,
     "eos_token_id": _OF_THE_TOKENIZER,
-    "auto_map": Harmless("names Python code; Transformers' own code for the family is what is followed"),
+    "auto_map": HarmlessKey("names Python code; Transformers' own code for the family is what is followed"),
 }
-_DECODER: dict[str, Treatment] = BASE | {
+_DECODER: dict[str, KeyTreatment] = BASE_KEYS | {
     "vocab_size": USED,
     "hidden_size": USED,
     "intermediate_size": USED,
@@ -90,7 +90,7 @@ _DECODER: dict[str, Treatment] = BASE | {
     "num_attention_heads": USED,
     "max_position_embeddings": USED,
     "hidden_act": _SILU,
-    "rms_norm_eps": Positive(),
+    "rms_norm_eps": PositiveKey(),
     "attention_dropout": _NO_DROPOUT,
     "initializer_range": _NEW_MODELS,
     "rope_parameters": USED,
@@ -98,27 +98,27 @@ _DECODER: dict[str, Treatment] = BASE | {
     "rope_theta": USED,
     "partial_rotary_factor": USED,
 }
-_GROUPED: dict[str, Treatment] = _DECODER | {"num_key_value_heads": USED, "head_dim": USED}
-_WINDOWED: dict[str, Treatment] = {
+_GROUPED: dict[str, KeyTreatment] = _DECODER | {"num_key_value_heads": USED, "head_dim": USED}
+_WINDOWED: dict[str, KeyTreatment] = {
     "use_sliding_window": USED,
     "sliding_window": USED,
     "max_window_layers": USED,
     "layer_types": USED,
 }
-_ROUTED: dict[str, Treatment] = {
+_ROUTED: dict[str, KeyTreatment] = {
     "num_experts_per_tok": USED,
     "output_router_logits": _OF_THE_JOB,
     "router_aux_loss_coef": _OF_THE_JOB,
 }
-_QWEN_EXPERTS: dict[str, Treatment] = _ROUTED | {
+_QWEN_EXPERTS: dict[str, KeyTreatment] = _ROUTED | {
     "num_experts": USED,
     "decoder_sparse_step": USED,
     "mlp_only_layers": USED,
     "moe_intermediate_size": USED,
-    "norm_topk_prob": Switch(),
+    "norm_topk_prob": SwitchKey(),
 }
-_MIXTRAL_EXPERTS: dict[str, Treatment] = _ROUTED | {"num_local_experts": USED, "num_experts": USED}
-_DEEPSEEK_EXPERTS: dict[str, Treatment] = {
+_MIXTRAL_EXPERTS: dict[str, KeyTreatment] = _ROUTED | {"num_local_experts": USED, "num_experts": USED}
+_DEEPSEEK_EXPERTS: dict[str, KeyTreatment] = {
     "n_routed_experts": USED,
     "n_shared_experts": USED,
     "num_experts_per_tok": USED,
@@ -128,21 +128,21 @@ _DEEPSEEK_EXPERTS: dict[str, Treatment] = {
     "scoring_func": USED,
     "n_group": USED,
     "topk_group": USED,
-    "routed_scaling_factor": Positive(),
+    "routed_scaling_factor": PositiveKey(),
     "aux_loss_alpha": _OF_THE_JOB,
     "seq_aux": _OF_THE_JOB,
-    "ep_size": Harmless("the job's parallelism says it"),
+    "ep_size": HarmlessKey("the job's parallelism says it"),
 }
-_SIGMOID_EXPERTS: dict[str, Treatment] = _DEEPSEEK_EXPERTS | {
+_SIGMOID_EXPERTS: dict[str, KeyTreatment] = _DEEPSEEK_EXPERTS | {
     "num_local_experts": USED,
-    "norm_topk_prob": Switch(),
-    "topk_method": Only(
+    "norm_topk_prob": SwitchKey(),
+    "topk_method": RestrictedKey(
         ("noaux_tc", None), "Transformers computes nothing else for this family; use its own checkpoints"
     ),
     "num_nextn_predict_layers": USED,
     "num_mtp_layers": USED,
 }
-_LATENT: dict[str, Treatment] = _DECODER | {
+_LATENT: dict[str, KeyTreatment] = _DECODER | {
     "q_lora_rank": USED,
     "kv_lora_rank": USED,
     "qk_nope_head_dim": USED,
@@ -150,17 +150,17 @@ _LATENT: dict[str, Treatment] = _DECODER | {
     "v_head_dim": USED,
     "attention_bias": USED,
     "num_key_value_heads": USED,
-    "head_dim": Harmless("qk_nope_head_dim and qk_rope_head_dim say it"),
-    "qk_head_dim": Harmless("qk_nope_head_dim and qk_rope_head_dim say it"),
-    "pretraining_tp": Harmless("Transformers computes whole matrices whatever it says"),
+    "head_dim": HarmlessKey("qk_nope_head_dim and qk_rope_head_dim say it"),
+    "qk_head_dim": HarmlessKey("qk_nope_head_dim and qk_rope_head_dim say it"),
+    "pretraining_tp": HarmlessKey("Transformers computes whole matrices whatever it says"),
 }
 
-KEYS: Mapping[Family, dict[str, Treatment]] = {
+KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
     Family.LLAMA: _GROUPED
     | {
         "attention_bias": USED,
         "mlp_bias": USED,
-        "pretraining_tp": Harmless("Transformers computes whole matrices whatever it says"),
+        "pretraining_tp": HarmlessKey("Transformers computes whole matrices whatever it says"),
     },
     Family.QWEN2: _GROUPED | _WINDOWED,
     Family.QWEN3: _GROUPED | _WINDOWED | {"attention_bias": USED},
@@ -168,7 +168,7 @@ KEYS: Mapping[Family, dict[str, Treatment]] = {
     | _MIXTRAL_EXPERTS
     | {
         "sliding_window": USED,
-        "router_jitter_noise": Only((0, None), f"the trainer gives routers no noise; {_COPY}"),
+        "router_jitter_noise": RestrictedKey((0, None), f"the trainer gives routers no noise; {_COPY}"),
     },
     Family.QWEN2_MOE: _GROUPED
     | _WINDOWED
@@ -180,8 +180,8 @@ KEYS: Mapping[Family, dict[str, Treatment]] = {
     | {
         "num_local_experts": USED,
         "attention_bias": USED,
-        "max_window_layers": Harmless("Transformers gives the window to every layer"),
-        "layer_types": Harmless("Transformers gives the window to every layer"),
+        "max_window_layers": HarmlessKey("Transformers gives the window to every layer"),
+        "layer_types": HarmlessKey("Transformers gives the window to every layer"),
     },
     Family.QWEN3_NEXT: _GROUPED
     | _QWEN_EXPERTS
@@ -201,14 +201,14 @@ KEYS: Mapping[Family, dict[str, Treatment]] = {
     | {
         "num_experts": USED,
         "mlp_bias": USED,
-        "topk_method": Only(
+        "topk_method": RestrictedKey(
             ("greedy", "group_limited_greedy"), "Transformers knows no other choice of experts; use one of the two"
         ),
-        "norm_topk_prob": Only(
+        "norm_topk_prob": RestrictedKey(
             (False, None), f"Transformers does not renormalize this family's probabilities; {_COPY}"
         ),
     },
-    Family.DEEPSEEK_V3: _LATENT | _SIGMOID_EXPERTS | {"rope_interleave": Switch()},
+    Family.DEEPSEEK_V3: _LATENT | _SIGMOID_EXPERTS | {"rope_interleave": SwitchKey()},
     Family.GLM4_MOE: _GROUPED | _SIGMOID_EXPERTS | {"attention_bias": USED, "use_qk_norm": USED},
     Family.GPT_OSS: _GROUPED
     | _MIXTRAL_EXPERTS
@@ -216,8 +216,8 @@ KEYS: Mapping[Family, dict[str, Treatment]] = {
         "attention_bias": USED,
         "sliding_window": USED,
         "layer_types": USED,
-        "initial_context_length": Harmless("rope_scaling says it"),
-        "swiglu_limit": Only((7.0, None), "Transformers clamps at 7 whatever it says; change it to 7.0"),
+        "initial_context_length": HarmlessKey("rope_scaling says it"),
+        "swiglu_limit": RestrictedKey((7.0, None), "Transformers clamps at 7 whatever it says; change it to 7.0"),
     },
 }
 
@@ -226,13 +226,13 @@ def refuse_unknown_meanings(config: ConfigReader, family: Family) -> None:
     """Refuse the keys whose values mean what the trainer does not compute."""
     for key in KEYS[family].keys() & config.values.keys():
         match KEYS[family][key]:
-            case Only(accepted, why):
-                config.one_of(key, accepted, why)
-            case Positive():
-                config.number(key)
-            case Switch():
-                config.flag(key)
-            case Used() | Harmless():
+            case RestrictedKey(accepted, why):
+                config.require_one_of(key, accepted, why)
+            case PositiveKey():
+                config.require_positive(key)
+            case SwitchKey():
+                config.read_flag(key)
+            case UsedKey() | HarmlessKey():
                 pass
     _refuse_heads_of_other_tasks(config)
     _refuse_quantized(config, family)
@@ -244,7 +244,8 @@ def _refuse_heads_of_other_tasks(config: ConfigReader) -> None:
         return
     if not isinstance(names, list) or not any(str(name).endswith("ForCausalLM") for name in names):
         config.refuse_model(
-            f"architectures is {shown(names)}; only models that predict the next token are trained: use a checkpoint "
+            f"architectures is {shown_value(names)}; only models that predict the next token are trained: use a "
+            "checkpoint "
             "whose architectures name a class ...ForCausalLM"
         )
 
@@ -262,7 +263,7 @@ def _refuse_quantized(config: ConfigReader, family: Family) -> None:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
         if key != "quantization_config" or method not in accepted:
             config.refuse_model(
-                f"{key} says quant_method {shown(method)}; the trainer reads {' and '.join(accepted)} only, and "
+                f"{key} says quant_method {shown_value(method)}; the trainer reads {' and '.join(accepted)} only, and "
                 f"exports none: use the model as it was before quantization, or remove {key} from a copy whose weights "
                 "are bfloat16"
             )

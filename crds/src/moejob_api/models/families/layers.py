@@ -21,14 +21,14 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 
-def model(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: int = 0) -> ModelShape:
+def build_shape(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: int = 0) -> ModelShape:
     """The finished model; `mtp` further layers are like the last one, as in Megatron."""
     return ModelShape(
         family=family,
-        hidden=config.size("hidden_size"),
-        vocabulary=config.size("vocab_size"),
-        tied_embeddings=config.flag("tie_word_embeddings"),
-        positions=config.size("max_position_embeddings"),
+        hidden=config.read_size("hidden_size"),
+        vocabulary=config.read_size("vocab_size"),
+        tied_embeddings=config.read_flag("tie_word_embeddings"),
+        positions=config.read_size("max_position_embeddings"),
         layers=layers,
         mtp_layers=(layers[-1],) * mtp,
     )
@@ -36,10 +36,10 @@ def model(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: 
 
 def layer_count(config: ConfigReader) -> int:
     """Return the number of layers of the model."""
-    return config.size("num_hidden_layers", largest=MOST_LAYERS)
+    return config.read_size("num_hidden_layers", largest=MOST_LAYERS)
 
 
-def stacked(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tuple[Layer, ...]:
+def stack_layers(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tuple[Layer, ...]:
     """The layers, equal ones as one object: counting groups them by identity before it compares."""
     kinds: dict[tuple[int, int], Layer] = {}
     return tuple(
@@ -51,12 +51,12 @@ def stacked(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tup
 def mtp_count(config: ConfigReader) -> int:
     """Return the number of MTP modules; Transformers takes one when the file does not say."""
     key = "num_mtp_layers" if "num_nextn_predict_layers" not in config.values else "num_nextn_predict_layers"
-    return config.size(key, absent=1, smallest=0, largest=MOST_LAYERS)
+    return config.read_size(key, absent=1, smallest=0, largest=MOST_LAYERS)
 
 
-def heads_divide_hidden(config: ConfigReader) -> None:
+def refuse_uneven_heads(config: ConfigReader) -> None:
     """Refuses, as Transformers does for some families, a hidden size that the heads do not divide."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    hidden, heads = config.read_size("hidden_size"), config.read_size("num_attention_heads")
     if hidden % heads:
         config.refuse_model(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
 
@@ -69,25 +69,25 @@ def grouped_attention(
     `head_dim` and `key_value_heads` are what missing keys mean. Without the first it is hidden / heads; without the
     second the key is required, for Transformers would put in the number of one certain model.
     """
-    heads = config.size("num_attention_heads")
-    grouped = _key_value_heads(config, heads, key_value_heads)
-    if heads % grouped:
-        config.refuse_model(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {grouped}")
-    return GroupedAttention(heads=heads, key_value_heads=grouped, head_dim=_head_dim(config, heads, head_dim))
+    heads = config.read_size("num_attention_heads")
+    groups = _key_value_heads(config, heads, key_value_heads)
+    if heads % groups:
+        config.refuse_model(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    return GroupedAttention(heads=heads, key_value_heads=groups, head_dim=_head_dim(config, heads, head_dim))
 
 
 def _key_value_heads(config: ConfigReader, heads: int, absent: int | None) -> int:
     if config.is_null("num_key_value_heads"):
         return heads
-    return config.size("num_key_value_heads", absent)
+    return config.read_size("num_key_value_heads", absent)
 
 
 def _head_dim(config: ConfigReader, heads: int, absent: int | None) -> int:
     # Where a family has a head size of its own, Transformers refuses null as it refuses text.
     if absent is not None:
-        return config.size("head_dim", absent)
-    hidden = config.size("hidden_size")
-    stated = config.size_or_none("head_dim")
+        return config.read_size("head_dim", absent)
+    hidden = config.read_size("hidden_size")
+    stated = config.read_optional_size("head_dim")
     if stated is None and hidden < heads:
         config.refuse_model(f"hidden_size {hidden} leaves nothing for each of num_attention_heads {heads}")
     return stated or hidden // heads
@@ -95,10 +95,10 @@ def _head_dim(config: ConfigReader, heads: int, absent: int | None) -> int:
 
 def dense_mlp(config: ConfigReader) -> DenseMLP:
     """The feed-forward network of a layer without experts."""
-    return DenseMLP(config.size("intermediate_size"))
+    return DenseMLP(config.read_size("intermediate_size"))
 
 
-def mixed(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[FeedForward]:
+def mixed_mlps(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[FeedForward]:
     """Experts where `sparse` says so, a dense network elsewhere; its size is read only if a layer needs it."""
     if experts.per_token > experts.count:
         config.refuse_model(f"num_experts_per_tok {experts.per_token} is more than the {experts.count} experts")
@@ -108,17 +108,17 @@ def mixed(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[Fe
     return [experts if is_sparse else dense for is_sparse in sparse]
 
 
-def sparse_by_step(config: ConfigReader) -> list[bool]:
+def expert_layers_by_step(config: ConfigReader) -> list[bool]:
     """Return the layers that hold experts in Qwen's way: every n-th, except those listed as plain."""
-    step = config.size("decoder_sparse_step", absent=1)
-    plain = config.indices("mlp_only_layers")
+    step = config.read_size("decoder_sparse_step", absent=1)
+    plain = config.read_indices("mlp_only_layers")
     return [index not in plain and (index + 1) % step == 0 for index in range(layer_count(config))]
 
 
-def sparse_after(config: ConfigReader, absent: int) -> list[bool]:
+def expert_layers_after_dense(config: ConfigReader, absent: int) -> list[bool]:
     """Return the layers that hold experts in DeepSeek's way: all but the first few."""
-    config.only("moe_layer_freq", 1, "Transformers builds experts in every layer whatever it says")
-    dense = config.size("first_k_dense_replace", absent=absent, smallest=0)
+    config.require_value("moe_layer_freq", 1, "Transformers builds experts in every layer whatever it says")
+    dense = config.read_size("first_k_dense_replace", absent=absent, smallest=0)
     return [index >= dense for index in range(layer_count(config))]
 
 
@@ -126,36 +126,37 @@ def refuse_uneven_groups(
     config: ConfigReader, experts: Experts, *, absent_groups: int | None = None, absent_kept: int | None = None
 ) -> None:
     """Refuse groups of experts that a token cannot choose from; Transformers would fail at the first token."""
-    groups, kept = config.size("n_group", absent_groups), config.size("topk_group", absent_kept)
-    each, rest = divmod(experts.count, groups)
-    if rest:
+    groups, chosen_groups = config.read_size("n_group", absent_groups), config.read_size("topk_group", absent_kept)
+    group_experts, remainder = divmod(experts.count, groups)
+    if remainder:
         config.refuse_model(f"n_group {groups} does not divide the {experts.count} experts")
-    if kept > groups:
-        config.refuse_model(f"topk_group {kept} is more than n_group {groups}")
+    if chosen_groups > groups:
+        config.refuse_model(f"topk_group {chosen_groups} is more than n_group {groups}")
     # Groups of sigmoid scores are compared by the best two of each.
-    if experts.sigmoid_scores and each < 2:
+    if experts.sigmoid_scores and group_experts < 2:
         config.refuse_model(f"n_group {groups} leaves one of {experts.count} experts to a group; two are needed")
-    if experts.per_token > kept * each:
+    if experts.per_token > chosen_groups * group_experts:
         config.refuse_model(
-            f"num_experts_per_tok {experts.per_token} is more than the {kept * each} experts of the {kept} groups that "
+            f"num_experts_per_tok {experts.per_token} is more than the {chosen_groups * group_experts} experts of the "
+            f"{chosen_groups} groups that "
             "topk_group keeps"
         )
 
 
 def optional_window(config: ConfigReader) -> int | None:
     """The sliding window of Qwen's models, where sliding_window counts only when use_sliding_window says so."""
-    return window_or_none(config, absent=4096) if config.flag("use_sliding_window") else None
+    return window_or_none(config, absent=4096) if config.read_flag("use_sliding_window") else None
 
 
 def window_or_none(config: ConfigReader, absent: int) -> int | None:
     """The sliding window, `absent` where the key is missing; null switches it off."""
-    return None if config.is_null("sliding_window") else config.size("sliding_window", absent=absent)
+    return None if config.is_null("sliding_window") else config.read_size("sliding_window", absent=absent)
 
 
-def windowed(
+def windowed_attentions(
     config: ConfigReader, full: GroupedAttention, window: int | None, slides: list[bool]
 ) -> list[GroupedAttention]:
     """The attention of each layer; `slides` says which have the window when the file has no layer_types."""
-    kinds = config.kinds("layer_types", (FULL, SLIDING), len(slides))
+    kinds = config.read_kinds("layer_types", (FULL, SLIDING), len(slides))
     sliding = replace(full, window=window)
     return [sliding if slide else full for slide in (slides if kinds is None else [k == SLIDING for k in kinds])]

@@ -3,7 +3,7 @@
 Good for ranking layouts, and within a factor of 1.5 of what was measured; docs/cost.md has the table.
 """
 
-from moejob_api.planner.cost.estimate import Cost, CostPart, model_flops, step_cost, step_seconds
-from moejob_api.planner.cost.step import Spent
+from moejob_api.planner.cost.estimate import CostPart, StepCost, model_flops, step_cost, step_seconds
+from moejob_api.planner.cost.step import TimeUse
 
-__all__ = ["Cost", "CostPart", "Spent", "model_flops", "step_cost", "step_seconds"]
+__all__ = ["CostPart", "StepCost", "TimeUse", "model_flops", "step_cost", "step_seconds"]

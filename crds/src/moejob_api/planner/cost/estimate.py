@@ -10,24 +10,24 @@ from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.parameters import active_mtp_parameters, active_parameters
 from moejob_api.models.shape import Attention, GroupedAttention, LatentAttention, LinearAttention, ModelShape
-from moejob_api.planner.cost.explained import why
-from moejob_api.planner.cost.rates import Machine
+from moejob_api.planner.cost.explained import explain_time
+from moejob_api.planner.cost.rates import GpuMachine
 from moejob_api.planner.cost.rollout import rollout_seconds
-from moejob_api.planner.cost.step import Seconds, Spent, Update, least_update_seconds, update_seconds
-from moejob_api.planner.memory.case import Case, prepared
+from moejob_api.planner.cost.step import TimeByUse, TimeUse, UpdateTime, least_update_seconds, update_seconds
+from moejob_api.planner.memory.case import PlanningCase, prepare_case
 
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
     """One use of time in a step, and the formula behind it."""
 
-    name: Spent
+    name: TimeUse
     seconds: float
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """One step. mfu is the share of the GPUs' peak that the model's own arithmetic takes, recomputation not counted."""
 
     seconds: float
@@ -36,60 +36,60 @@ class Cost:
     mfu: float
 
     @property
-    def bubble(self) -> float:
+    def bubble_share(self) -> float:
         """The share of the step in which pipeline stages wait for each other."""
-        return sum(part.seconds for part in self.parts if part.name is Spent.BUBBLE) / self.seconds
+        return sum(part.seconds for part in self.parts if part.name is TimeUse.BUBBLE) / self.seconds
 
 
-def step_cost(spec: Spec, shape: ModelShape, layout: Layout, hardware: Hardware) -> Cost:
+def step_cost(spec: Spec, shape: ModelShape, layout: Layout, hardware: Hardware) -> StepCost:
     """The cost of a step; the layout must keep moejob_api.rules."""
-    case, machine = prepared(spec, shape, layout), Machine(hardware, layout.gpus_per_pod)
+    case, machine = prepare_case(spec, shape, layout), GpuMachine(hardware, layout.gpus_per_pod)
     seconds = step_seconds(case, machine)
     total = sum(seconds.values())
     tokens = case.batch.updates_per_step * case.batch.sequences * spec.data.max_length
-    return Cost(
+    return StepCost(
         seconds=total,
         parts=tuple(
-            CostPart(spent, value, why(case, spent, value / total))
+            CostPart(spent, value, explain_time(case, spent, value / total))
             for spent, value in sorted(seconds.items(), key=lambda entry: -entry[1])
             if value > 0
         ),
-        tokens_per_second_per_gpu=tokens / total / _gpus(case),
+        tokens_per_second_per_gpu=tokens / total / _all_gpus(case),
         mfu=tokens
         * model_flops(case.shape, spec.data.max_length)
         / total
-        / _gpus(case)
+        / _all_gpus(case)
         / hardware.bf16_flops_per_second,
     )
 
 
-def step_seconds(case: Case, machine: Machine) -> Seconds:
+def step_seconds(case: PlanningCase, machine: GpuMachine) -> TimeByUse:
     """The seconds of a step alone, without a word of explanation; for searches."""
     update = update_seconds(case, machine)
     seconds = {spent: value * case.batch.updates_per_step for spent, value in update.seconds.items()}
     return {**seconds, **rollout_seconds(case, update, machine)}
 
 
-def least_step_seconds(case: Case, machine: Machine, chunks: int) -> float:
+def least_step_seconds(case: PlanningCase, machine: GpuMachine, chunks: int) -> float:
     """Return a lower bound of all cuts into stages of at most `chunks` chunks and all recomputations; for searches."""
-    generating = sum(rollout_seconds(case, Update({}, 0.0), machine).values())
+    generating = sum(rollout_seconds(case, UpdateTime({}, 0.0), machine).values())
     return case.batch.updates_per_step * least_update_seconds(case, machine, chunks) + generating
 
 
 def model_flops(shape: ModelShape, document_tokens: float) -> float:
     """Arithmetic of both passes for one token: 6 for each active parameter, and causal attention."""
     # Looking up an embedding is no arithmetic; where it is also the output projection, that is.
-    looked_up = 0 if shape.tied_embeddings else shape.vocabulary * shape.hidden
+    lookup_parameters = 0 if shape.tied_embeddings else shape.vocabulary * shape.hidden
     layers = (*shape.layers, *shape.mtp_layers)
     attention = sum(_attention_flops(layer.attention, document_tokens) for layer in layers)
-    return 6.0 * (active_parameters(shape) + active_mtp_parameters(shape) - looked_up) + attention
+    return 6.0 * (active_parameters(shape) + active_mtp_parameters(shape) - lookup_parameters) + attention
 
 
 def _attention_flops(attention: Attention, tokens: float) -> float:
     match attention:
         case GroupedAttention():
-            seen = tokens / 2 if attention.window is None else min(tokens / 2, attention.window)
-            return 12.0 * attention.heads * attention.head_dim * seen
+            attended_tokens = tokens / 2 if attention.window is None else min(tokens / 2, attention.window)
+            return 12.0 * attention.heads * attention.head_dim * attended_tokens
         case LatentAttention():
             width = attention.nope_dim + attention.rope_dim + attention.value_dim
             return 6.0 * attention.heads * width * tokens / 2
@@ -97,6 +97,6 @@ def _attention_flops(attention: Attention, tokens: float) -> float:
             return 12.0 * attention.value_heads * attention.key_dim * attention.value_dim
 
 
-def _gpus(case: Case) -> int:
+def _all_gpus(case: PlanningCase) -> int:
     sizes = rollout_layout(case.spec, case.layout)
     return case.layout.gpus + (sizes.gpus if sizes is not None else 0)

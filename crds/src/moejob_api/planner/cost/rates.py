@@ -48,7 +48,7 @@ EXPERTS_HOST_SECONDS, DENSE_HOST_SECONDS, EXCHANGE_SECONDS = 7.5e-3, 4.0e-3, 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GpuMachine:
     """A GPU and how many of them share a node."""
 
     hardware: Hardware
@@ -84,7 +84,7 @@ def attention_seconds(flops: float, tokens: int, hardware: Hardware) -> float:
     return flops / (share * hardware.bf16_flops_per_second)
 
 
-def gather_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
+def gather_seconds(amount: float, stride: int, size: int, machine: GpuMachine) -> float:
     """An all-gather to `amount` bytes on every rank, or a reduce-scatter from that; inside and outside at once."""
     if size == 1 or amount == 0:
         return 0.0
@@ -99,14 +99,14 @@ def gather_seconds(amount: float, stride: int, size: int, machine: Machine) -> f
     return max(inside, across) + NETWORK_LATENCY_SECONDS
 
 
-def replicas_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
+def replicas_seconds(amount: float, stride: int, size: int, machine: GpuMachine) -> float:
     """The seconds that a gather or scatter over replicas adds to a step which computes beside it."""
     is_inside = machine.members_in_node(stride, size) == size
     exposed = DATA_EXPOSED_IN_NODE if is_inside else DATA_EXPOSED
     return exposed * gather_seconds(amount, stride, size, machine)
 
 
-def all_to_all_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
+def all_to_all_seconds(amount: float, stride: int, size: int, machine: GpuMachine) -> float:
     """Every rank sends `amount` bytes, an equal share to each member of the group, itself included."""
     if size == 1 or amount == 0:
         return 0.0
@@ -119,7 +119,7 @@ def all_to_all_seconds(amount: float, stride: int, size: int, machine: Machine) 
     return max(inside, across) + NETWORK_LATENCY_SECONDS
 
 
-def send_seconds(amount: float, stride: int, machine: Machine) -> float:
+def send_seconds(amount: float, stride: int, machine: GpuMachine) -> float:
     """One message to the rank `stride` further on."""
     hardware = machine.hardware
     if stride < machine.gpus_per_node:

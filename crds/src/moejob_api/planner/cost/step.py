@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.derived import NO_MODULES, counts_choices, keeps_roundings, multiplies_float8, reads_replicas
+from moejob_api.derived import (
+    NO_MODULES,
+    has_float8_products,
+    has_replica_reads,
+    has_shared_roundings,
+    needs_choice_count,
+)
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod, RecomputeModule
 from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.models.shape import DenseMLP, Layer
-from moejob_api.planner.cost.layers import Forward, Work, forward, host_seconds, rounded_elements
+from moejob_api.planner.cost.layers import ForwardTime, LayerWork, estimate_forward, host_seconds, rounded_elements
 from moejob_api.planner.cost.rates import (
     ACCUMULATION_SHARE,
     FLOAT8_SPEED,
@@ -18,7 +24,7 @@ from moejob_api.planner.cost.rates import (
     HOST_COPY_SHARE,
     OPTIMIZER_SHARE,
     READ_EXPOSED,
-    Machine,
+    GpuMachine,
     gather_seconds,
     gemm_seconds,
     replicas_seconds,
@@ -27,9 +33,9 @@ from moejob_api.planner.cost.rates import (
 )
 from moejob_api.planner.memory.activations import kept_by_chunk, layer_bytes
 from moejob_api.planner.memory.case import (
-    Case,
-    Parameters,
-    Portion,
+    HeldParameters,
+    LocalParameters,
+    PlanningCase,
     layer_parameters,
     model_parameters,
     stage_parameters,
@@ -37,11 +43,11 @@ from moejob_api.planner.memory.case import (
 from moejob_api.planner.memory.constants import FSDP_UNITS, ROUNDINGS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
-from moejob_api.planner.memory.states import divided, optimizer_bytes
-from moejob_api.planner.memory.whole_layers import gathered_by_turns
+from moejob_api.planner.memory.states import divided_parameters, optimizer_bytes
+from moejob_api.planner.memory.whole_layers import gathered_parameters
 
 
-class Spent(StrEnum):
+class TimeUse(StrEnum):
     """The parts of a step's time."""
 
     PROJECTIONS = "attention projections"
@@ -68,85 +74,93 @@ class Spent(StrEnum):
     SYNC = "weight sync"
 
 
-Seconds = dict[Spent, float]
+TimeByUse = dict[TimeUse, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateTime:
     """One optimizer update, and its forward passes alone, which is what scoring costs."""
 
-    seconds: Seconds
+    seconds: TimeByUse
     forward_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Passes:
+class _StagePasses:
     """One microbatch through one stage: both passes by what is done, and the forward pass alone."""
 
-    both: Seconds
+    both: TimeByUse
     forward: float
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         return sum(self.both.values())
 
 
-def update_seconds(case: Case, machine: Machine) -> Update:
+def update_seconds(case: PlanningCase, machine: GpuMachine) -> UpdateTime:
     """The seconds of one update on this layout."""
-    work = _work(case, machine)
+    work = _layer_work(case, machine)
     parts = [stage_parameters(case, stage) for stage in case.stages]
-    stages = [_passes(case, stage, part, work) for stage, part in zip(case.stages, parts, strict=True)]
-    slowest = max(stages, key=lambda passes: passes.total)
+    stages = [_stage_passes(case, stage, part, work) for stage, part in zip(case.stages, parts, strict=True)]
+    slowest = max(stages, key=lambda passes: passes.total_seconds)
     count = case.batch.microbatches
     waiting = (case.layout.pipeline - 1) / case.layout.virtual_pipeline
     seconds = {spent: value * count for spent, value in slowest.both.items()}
-    seconds[Spent.BUBBLE] = waiting * slowest.total
-    seconds |= _after(case, max(parts, key=lambda part: part.trained.total), machine)
+    seconds[TimeUse.BUBBLE] = waiting * slowest.total_seconds
+    seconds |= _seconds_after_microbatches(case, max(parts, key=lambda part: part.trained.total), machine)
     forward_seconds = (count + waiting) * slowest.forward
     # The choices of the whole global batch are counted before any of it is trained on.
-    seconds[Spent.COUNTING] = forward_seconds if counts_choices(case.spec) and case.shape.experts else 0.0
-    return Update(seconds, forward_seconds)
+    seconds[TimeUse.COUNTING] = forward_seconds if needs_choice_count(case.spec) and case.shape.experts else 0.0
+    return UpdateTime(seconds, forward_seconds)
 
 
-def least_update_seconds(case: Case, machine: Machine, chunks: int) -> float:
+def least_update_seconds(case: PlanningCase, machine: GpuMachine, chunks: int) -> float:
     """Return the least seconds of any cut into stages of at most `chunks` chunks: all layers shared evenly."""
     stages = case.layout.pipeline
-    work = _work(case, machine)
-    once, of_host = Forward(), 0.0
-    for layer, of_kind in zip(case.kinds.layers, case.kinds.before, strict=True):
-        once = once.plus(forward(layer, work), of_kind[-1])
-        of_host += host_seconds(layer, work) * of_kind[-1]
-    products = _products(case)
-    stage = products * (once.projections + once.feed_forward + once.experts) + _output_products(case) * _output(
-        case, work
+    work = _layer_work(case, machine)
+    forward_time, host_total = ForwardTime(), 0.0
+    for layer, layers_before in zip(case.kinds.layers, case.kinds.before, strict=True):
+        forward_time = forward_time.add_passes(estimate_forward(layer, work), layers_before[-1])
+        host_total += host_seconds(layer, work) * layers_before[-1]
+    products = _product_passes(case)
+    stage = products * (forward_time.projections + forward_time.feed_forward + forward_time.experts) + _output_passes(
+        case
+    ) * _output_seconds(case, work)
+    stage += 3.0 * (forward_time.attention + forward_time.elementwise) + 2.0 * (
+        forward_time.tensor + forward_time.dispatch + forward_time.context
     )
-    stage += 3.0 * (once.attention + once.elementwise) + 2.0 * (once.tensor + once.dispatch + once.context)
-    whole = model_parameters(case)
-    part = Portion(whole.held // stages, whole.trained // stages)
-    of_microbatch = max(stage / stages + _accumulation(case, part, machine), of_host / stages)
+    all_parameters = model_parameters(case)
+    part = HeldParameters(all_parameters.held // stages, all_parameters.trained // stages)
+    microbatch_seconds = max(stage / stages + _accumulation_seconds(case, part, machine), host_total / stages)
     waiting = (stages - 1) / chunks
-    return (case.batch.microbatches + waiting) * of_microbatch + sum(_after(case, part, machine).values())
+    return (case.batch.microbatches + waiting) * microbatch_seconds + sum(
+        _seconds_after_microbatches(case, part, machine).values()
+    )
 
 
-def _work(case: Case, machine: Machine) -> Work:
-    keeping = replace(case.keeping, recomputed=NO_MODULES) if case.keeping.recomputed else case.keeping
+def _layer_work(case: PlanningCase, machine: GpuMachine) -> LayerWork:
+    settings = (
+        replace(case.activation_settings, recomputed=NO_MODULES)
+        if case.activation_settings.recomputed
+        else case.activation_settings
+    )
     dispatcher = case.spec.moe.dispatcher
     nodes = expert_nodes(case.layout, dispatcher)
-    return Work(case.share, keeping, machine, case.spec.data.max_length, dispatcher, nodes, _speed(case))
+    return LayerWork(case.share, settings, machine, case.spec.data.max_length, dispatcher, nodes, _product_speed(case))
 
 
-def _speed(case: Case) -> float:
+def _product_speed(case: PlanningCase) -> float:
     """Products of layers, forward and for gradients of inputs, beside those in the model's type."""
-    return FLOAT8_SPEED if multiplies_float8(case.spec) else 1.0
+    return FLOAT8_SPEED if has_float8_products(case.spec) else 1.0
 
 
-def _products(case: Case) -> float:
+def _product_passes(case: PlanningCase) -> float:
     """Passes through each matrix of a layer: forward, and for the gradients of its input and its weights."""
     # Gradients of weights are multiplied in the model's type.
-    return 2.0 + (_output_products(case) - 2.0) * _speed(case)
+    return 2.0 + (_output_passes(case) - 2.0) * _product_speed(case)
 
 
-def _output_products(case: Case) -> float:
+def _output_passes(case: PlanningCase) -> float:
     """The same of the output layer, and of all layers in the model's type."""
     # Frozen matrices have no gradient of their own; adapters beside them are small.
     return 3.0 if case.spec.training.lora is None else 2.0
@@ -155,46 +169,55 @@ def _output_products(case: Case) -> float:
 # --- a microbatch on a stage ----------------------------------------------------------------------------------------
 
 
-def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Passes:
+def _stage_passes(case: PlanningCase, stage: StageContents, part: HeldParameters, work: LayerWork) -> _StagePasses:
     """Both passes of one microbatch through one stage."""
-    layers = [forward(layer, work) for layer in case.kinds.layers]
-    counts = [sum(of) for of in zip(*(case.kinds.counts(c.start, c.stop) for c in stage.chunks), strict=True)]
-    once = _summed(layers, counts)
-    output = _output(case, work) if stage.output else 0.0
-    products = _products(case)
+    layers = [estimate_forward(layer, work) for layer in case.kinds.layers]
+    counts = [
+        sum(chunk_counts)
+        for chunk_counts in zip(
+            *(case.kinds.count_layers(chunk.start, chunk.stop) for chunk in stage.chunks), strict=True
+        )
+    ]
+    forward_time = _sum_layers(layers, counts)
+    output = _output_seconds(case, work) if stage.output else 0.0
+    products = _product_passes(case)
     both = {
-        Spent.PROJECTIONS: products * once.projections,
-        Spent.ATTENTION: 3.0 * once.attention,
-        Spent.FEED_FORWARD: products * once.feed_forward,
-        Spent.EXPERTS: products * once.experts,
-        Spent.ELEMENTWISE: 3.0 * once.elementwise,
-        Spent.OUTPUT: _output_products(case) * output,
-        Spent.ROUNDING: _rounding(case, stage, counts, work),
-        Spent.RECOMPUTE: _recomputed(case, stage, layers, counts),
+        TimeUse.PROJECTIONS: products * forward_time.projections,
+        TimeUse.ATTENTION: 3.0 * forward_time.attention,
+        TimeUse.FEED_FORWARD: products * forward_time.feed_forward,
+        TimeUse.EXPERTS: products * forward_time.experts,
+        TimeUse.ELEMENTWISE: 3.0 * forward_time.elementwise,
+        TimeUse.OUTPUT: _output_passes(case) * output,
+        TimeUse.ROUNDING: _stage_rounding_seconds(case, stage, counts, work),
+        TimeUse.RECOMPUTE: _recompute_seconds(case, stage, layers, counts),
         # What is gathered on the way forth is scattered on the way back.
-        Spent.TENSOR: 2.0 * once.tensor,
-        Spent.DISPATCH: 2.0 * once.dispatch,
-        Spent.CONTEXT: 2.0 * once.context,
-        Spent.PIPELINE: _sends(case, work),
-        Spent.ACCUMULATION: _accumulation(case, part, work.machine),
+        TimeUse.TENSOR: 2.0 * forward_time.tensor,
+        TimeUse.DISPATCH: 2.0 * forward_time.dispatch,
+        TimeUse.CONTEXT: 2.0 * forward_time.context,
+        TimeUse.PIPELINE: _stage_send_seconds(case, work),
+        TimeUse.ACCUMULATION: _accumulation_seconds(case, part, work.machine),
     }
-    forward_seconds = _whole(once) + output
-    both[Spent.HOST] = max(0.0, _of_host(case, counts, work) - sum(both.values()))
-    both[Spent.OFFLOAD] = _offloaded(case, stage, (forward_seconds, sum(both.values()) - forward_seconds), work.machine)
-    return _Passes(both, forward_seconds)
+    forward_seconds = _total_forward_seconds(forward_time) + output
+    both[TimeUse.HOST] = max(0.0, _stage_host_seconds(case, counts, work) - sum(both.values()))
+    both[TimeUse.OFFLOAD] = _offload_seconds(
+        case, stage, (forward_seconds, sum(both.values()) - forward_seconds), work.machine
+    )
+    return _StagePasses(both, forward_seconds)
 
 
-def _rounding(case: Case, stage: StageContents, counts: list[int], work: Work) -> float:
+def _stage_rounding_seconds(case: PlanningCase, stage: StageContents, counts: list[int], work: LayerWork) -> float:
     """Rows are rounded for each product, weights for each micro batch, or once for all of an update."""
-    if not multiplies_float8(case.spec):
+    if not has_float8_products(case.spec):
         return 0.0
     rows = sum(rounded_elements(layer, work) * count for layer, count in zip(case.kinds.layers, counts, strict=True))
     weights = ROUNDINGS * layer_parameters(case, stage).held.total
-    uses = case.batch.microbatches if keeps_roundings(case.spec, case.layout) else 1
+    uses = case.batch.microbatches if has_shared_roundings(case.spec, case.layout) else 1
     return rounding_seconds(rows + weights / uses, work.machine.hardware)
 
 
-def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], machine: Machine) -> float:
+def _offload_seconds(
+    case: PlanningCase, stage: StageContents, passes: tuple[float, float], machine: GpuMachine
+) -> float:
     """Return how much longer copies take than each pass that they run beside."""
     if not case.spec.memory.offload_activations:
         return 0.0
@@ -204,68 +227,80 @@ def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], ma
     return sum(max(0.0, seconds - beside) for beside in passes)
 
 
-def _of_host(case: Case, counts: list[int], work: Work) -> float:
+def _stage_host_seconds(case: PlanningCase, counts: list[int], work: LayerWork) -> float:
     """Return the seconds in which the host starts a microbatch's kernels and ranks meet, however fast the GPU is."""
     # Under full recomputation the host waits for the sizes of each dispatch a second time.
-    again = 1.8 if case.spec.training.recompute.granularity is RecomputeGranularity.FULL else 1.0
+    repetitions = 1.8 if case.spec.training.recompute.granularity is RecomputeGranularity.FULL else 1.0
     kinds = zip(case.kinds.layers, counts, strict=True)
-    return again * sum(host_seconds(layer, work) * count for layer, count in kinds)
+    return repetitions * sum(host_seconds(layer, work) * count for layer, count in kinds)
 
 
-def _summed(layers: list[Forward], counts: list[int]) -> Forward:
+def _sum_layers(layers: list[ForwardTime], counts: list[int]) -> ForwardTime:
     """A number of layers of each kind, one after the other."""
-    total = Forward()
-    for one, count in zip(layers, counts, strict=True):
-        total = total.plus(one, count)
+    total = ForwardTime()
+    for layer_time, count in zip(layers, counts, strict=True):
+        total = total.add_passes(layer_time, count)
     return total
 
 
-def _whole(once: Forward) -> float:
+def _total_forward_seconds(forward_time: ForwardTime) -> float:
     """All of a forward pass; `up` is part of the projections."""
-    computed = once.projections + once.attention + once.feed_forward + once.experts + once.elementwise
-    return computed + once.tensor + once.dispatch + once.context
+    computed = (
+        forward_time.projections
+        + forward_time.attention
+        + forward_time.feed_forward
+        + forward_time.experts
+        + forward_time.elementwise
+    )
+    return computed + forward_time.tensor + forward_time.dispatch + forward_time.context
 
 
-def _output(case: Case, work: Work) -> float:
+def _output_seconds(case: PlanningCase, work: LayerWork) -> float:
     """Logits, once for the next token and once for each further one, and the layers that predict those."""
     share = work.share
     width = case.vocabulary // share.hidden
     logits = gemm_seconds(2.0 * share.tokens * share.hidden * width, share.tokens, share.hidden, work.machine.hardware)
-    further = sum(_whole(forward(layer, work)) for layer in case.shape.mtp_layers)
+    further = sum(_total_forward_seconds(estimate_forward(layer, work)) for layer in case.shape.mtp_layers)
     return (1 + len(case.shape.mtp_layers)) * logits + further
 
 
-def _recomputed(case: Case, stage: StageContents, layers: list[Forward], counts: list[int]) -> float:
+def _recompute_seconds(case: PlanningCase, stage: StageContents, layers: list[ForwardTime], counts: list[int]) -> float:
     """Return the seconds of recomputation in the backward pass."""
     recompute = case.spec.training.recompute
     if recompute.granularity is RecomputeGranularity.FULL:
-        whole = sum(_whole(one) * n for one, n in zip(layers, counts, strict=True))
+        all_seconds = sum(_total_forward_seconds(layer_time) * n for layer_time, n in zip(layers, counts, strict=True))
         if recompute.method is not RecomputeMethod.BLOCK:
-            return whole
-        held = sum(len(chunk) for chunk in stage.chunks)
-        again = sum(min(len(chunk), recompute.layers or 1) for chunk in stage.chunks)
-        return whole * again / max(held, 1)
+            return all_seconds
+        layer_count = sum(len(chunk) for chunk in stage.chunks)
+        recomputed_count = sum(min(len(chunk), recompute.layers or 1) for chunk in stage.chunks)
+        return all_seconds * recomputed_count / max(layer_count, 1)
     kinds = zip(case.kinds.layers, layers, counts, strict=True)
-    return sum(_modules_again(layer, one, case.keeping.recomputed) * n for layer, one, n in kinds)
+    return sum(
+        _recomputed_module_seconds(layer, one, case.activation_settings.recomputed) * n for layer, one, n in kinds
+    )
 
 
-def _modules_again(layer: Layer, once: Forward, modules: frozenset[RecomputeModule]) -> float:
+def _recomputed_module_seconds(layer: Layer, forward_time: ForwardTime, modules: frozenset[RecomputeModule]) -> float:
     is_dense = isinstance(layer.mlp, DenseMLP)
-    again = {
-        RecomputeModule.CORE_ATTENTION: once.attention,
-        RecomputeModule.LATENT_UP_PROJECTION: once.up,
+    module_seconds = {
+        RecomputeModule.CORE_ATTENTION: forward_time.attention,
+        RecomputeModule.LATENT_UP_PROJECTION: forward_time.up,
         # Norms and activations read and write; each is a small part of what does.
-        RecomputeModule.NORMS: once.elementwise / 5,
-        RecomputeModule.EXPERT_INPUT: 0.0 if is_dense else once.elementwise / 5,
-        RecomputeModule.EXPERT_ACTIVATION: 0.0 if is_dense else once.elementwise / 5,
-        RecomputeModule.MLP: once.feed_forward if is_dense else 0.0,
-        RecomputeModule.SHARED_EXPERTS: 0.0 if is_dense or RecomputeModule.EXPERTS in modules else once.feed_forward,
-        RecomputeModule.EXPERTS: 0.0 if is_dense else once.experts + once.dispatch + once.feed_forward,
+        RecomputeModule.NORMS: forward_time.elementwise / 5,
+        RecomputeModule.EXPERT_INPUT: 0.0 if is_dense else forward_time.elementwise / 5,
+        RecomputeModule.EXPERT_ACTIVATION: 0.0 if is_dense else forward_time.elementwise / 5,
+        RecomputeModule.MLP: forward_time.feed_forward if is_dense else 0.0,
+        RecomputeModule.SHARED_EXPERTS: 0.0
+        if is_dense or RecomputeModule.EXPERTS in modules
+        else forward_time.feed_forward,
+        RecomputeModule.EXPERTS: 0.0
+        if is_dense
+        else forward_time.experts + forward_time.dispatch + forward_time.feed_forward,
     }
-    return sum(again[module] for module in modules)
+    return sum(module_seconds[module] for module in modules)
 
 
-def _sends(case: Case, work: Work) -> float:
+def _stage_send_seconds(case: PlanningCase, work: LayerWork) -> float:
     """Hidden states to the next stage and their gradients back, once for each chunk."""
     if case.layout.pipeline == 1:
         return 0.0
@@ -274,81 +309,89 @@ def _sends(case: Case, work: Work) -> float:
     return 2 * case.layout.virtual_pipeline * send_seconds(amount, stride, work.machine)
 
 
-def _accumulation(case: Case, part: Portion, machine: Machine) -> float:
+def _accumulation_seconds(case: PlanningCase, part: HeldParameters, machine: GpuMachine) -> float:
     """Each new gradient is read and added to its buffer; where replicas divide weights it is copied and summed before.
 
     The products of experts add gradients to the buffer themselves.
     """
-    if not case.divides_weights:
+    if not case.has_weight_shards:
         return _touched_seconds(part.trained.dense * (case.element_bytes + 2 * case.gradient_bytes), machine)
-    touched = part.trained.dense * (case.element_bytes + case.gradient_bytes)
-    touched += divided(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
-    return _touched_seconds(touched, machine)
+    touched_bytes = part.trained.dense * (case.element_bytes + case.gradient_bytes)
+    touched_bytes += divided_parameters(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
+    return _touched_seconds(touched_bytes, machine)
 
 
-def _touched_seconds(touched: float, machine: Machine) -> float:
-    return touched / (ACCUMULATION_SHARE * machine.hardware.memory_bytes_per_second)
+def _touched_seconds(touched_bytes: float, machine: GpuMachine) -> float:
+    return touched_bytes / (ACCUMULATION_SHARE * machine.hardware.memory_bytes_per_second)
 
 
 # --- after the last microbatch --------------------------------------------------------------------------------------
 
 
-def _after(case: Case, fullest: Portion, machine: Machine) -> Seconds:
+def _seconds_after_microbatches(case: PlanningCase, fullest: HeldParameters, machine: GpuMachine) -> TimeByUse:
     return {
-        Spent.DATA: _exchanged(case, fullest.held, fullest.trained, machine),
-        Spent.OPTIMIZER: _optimizer(case, divided(case, fullest.trained), machine),
+        TimeUse.DATA: _exchange_seconds(case, fullest.held, fullest.trained, machine),
+        TimeUse.OPTIMIZER: _optimizer_seconds(case, divided_parameters(case, fullest.trained), machine),
     }
 
 
-def _exchanged(case: Case, held: Parameters, trained: Parameters, machine: Machine) -> float:
+def _exchange_seconds(
+    case: PlanningCase, held: LocalParameters, trained: LocalParameters, machine: GpuMachine
+) -> float:
     """Gradients are scattered and weights gathered over the replicas."""
-    sums = _over_replicas(case, trained, case.gradient_bytes, machine)
-    if not case.divides_weights:
-        return sums + _over_replicas(case, trained, case.element_bytes, machine)
+    sums = _replica_seconds(case, trained, case.gradient_bytes, machine)
+    if not case.has_weight_shards:
+        return sums + _replica_seconds(case, trained, case.element_bytes, machine)
     # What does not stay whole until the update is gathered for either pass of each microbatch.
-    gathers = 1 if case.keeps_gathered else 2 * case.batch.microbatches
-    turning = 0 if case.keeps_gathered else gathered_by_turns(case)
-    dense = _dense_gathered(case, held.dense - turning, machine) + gathers * _dense_gathered(case, turning, machine)
-    experts = gathers * _of_experts(case, held, case.element_bytes, machine) * _gathered_share(case)
+    gathers = 1 if case.has_weights_until_update else 2 * case.batch.microbatches
+    turning = 0 if case.has_weights_until_update else gathered_parameters(case)
+    dense = _dense_gather_seconds(case, held.dense - turning, machine) + gathers * _dense_gather_seconds(
+        case, turning, machine
+    )
+    experts = gathers * _expert_exchange_seconds(case, held, case.element_bytes, machine) * _gathered_share(case)
     return case.batch.microbatches * sums + dense + experts
 
 
-def _dense_gathered(case: Case, gathered: int, machine: Machine) -> float:
+def _dense_gather_seconds(case: PlanningCase, gathered: int, machine: GpuMachine) -> float:
     """Shares of that many weights beside experts gathered into a buffer, and copied from that."""
     copied = gathered * (case.layout.data * case.layout.context > 1)
     copies = _touched_seconds(2 * case.element_bytes * copied, machine)
-    return _of_dense(case, Parameters(dense=gathered), case.element_bytes, machine) + copies
+    return _dense_seconds(case, LocalParameters(dense=gathered), case.element_bytes, machine) + copies
 
 
-def _gathered_share(case: Case) -> float:
+def _gathered_share(case: PlanningCase) -> float:
     """Return the share of layers whose experts are gathered for a pass: those at its turns stay whole."""
     layers = max(len(chunk) for stage in case.stages for chunk in stage.chunks)
-    return 1.0 if case.keeps_gathered else max(0.0, 1 - FSDP_UNITS / layers)
+    return 1.0 if case.has_weights_until_update else max(0.0, 1 - FSDP_UNITS / layers)
 
 
-def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
-    return _of_dense(case, parameters, size_bytes, machine) + _of_experts(case, parameters, size_bytes, machine)
+def _replica_seconds(case: PlanningCase, parameters: LocalParameters, size_bytes: int, machine: GpuMachine) -> float:
+    return _dense_seconds(case, parameters, size_bytes, machine) + _expert_exchange_seconds(
+        case, parameters, size_bytes, machine
+    )
 
 
-def _of_dense(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
+def _dense_seconds(case: PlanningCase, parameters: LocalParameters, size_bytes: int, machine: GpuMachine) -> float:
     layout = case.layout
     return replicas_seconds(parameters.dense * size_bytes, layout.tensor, layout.data * layout.context, machine)
 
 
-def _of_experts(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
+def _expert_exchange_seconds(
+    case: PlanningCase, parameters: LocalParameters, size_bytes: int, machine: GpuMachine
+) -> float:
     layout = case.layout
     stride, replicas = layout.expert_tensor * layout.expert, layout.expert_data
     amount = parameters.routed * size_bytes
-    if reads_replicas(case.spec) and machine.members_in_node(stride, replicas) == replicas:
+    if has_replica_reads(case.spec) and machine.members_in_node(stride, replicas) == replicas:
         return READ_EXPOSED * gather_seconds(amount, stride, replicas, machine)
     return replicas_seconds(amount, stride, replicas, machine)
 
 
-def _optimizer(case: Case, mine: int, machine: Machine) -> float:
+def _optimizer_seconds(case: PlanningCase, parameter_count: int, machine: GpuMachine) -> float:
     """Adam reads and writes weights and state once; all GPUs of a node share the host that updates what lives there."""
     on_host = case.spec.memory.offload_optimizer
-    touched = mine * (2 * (optimizer_bytes(case) + case.weight_bytes) + case.summed_bytes)
+    touched = parameter_count * (2 * (optimizer_bytes(case) + case.weight_bytes) + case.summed_bytes)
     on_gpu = touched / (OPTIMIZER_SHARE * machine.hardware.memory_bytes_per_second)
-    moved = mine * (FLOAT32_BYTES + case.element_bytes) / machine.hardware.host_bytes_per_second
-    updated = mine * HOST_ADAM_BYTES * case.layout.gpus_per_pod / HOST_ADAM_BYTES_PER_SECOND
+    moved = parameter_count * (FLOAT32_BYTES + case.element_bytes) / machine.hardware.host_bytes_per_second
+    updated = parameter_count * HOST_ADAM_BYTES * case.layout.gpus_per_pod / HOST_ADAM_BYTES_PER_SECOND
     return (1 - on_host) * on_gpu + on_host * (moved + updated)

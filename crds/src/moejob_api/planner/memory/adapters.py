@@ -21,18 +21,19 @@ from moejob_api.models.shape import (
 def adapter_weights(hidden: int, layer: Layer, lora: Lora) -> ParameterCounts:
     """All adapters of one layer. Every published matrix has its own: queries, keys, values, gate, up, each expert."""
     beside = (
-        _widths(hidden, layer.attention, target) + _mlp_widths(hidden, layer.mlp, target) for target in lora.targets
+        _attention_widths(hidden, layer.attention, target) + _mlp_widths(hidden, layer.mlp, target)
+        for target in lora.targets
     )
     routed = sum(_expert_widths(hidden, layer.mlp, target) for target in lora.targets)
     return (sum(beside, ParameterCounts()) + ParameterCounts(routed=routed)) * lora.rank
 
 
-def _widths(hidden: int, attention: Attention, target: LoraTarget) -> ParameterCounts:
+def _attention_widths(hidden: int, attention: Attention, target: LoraTarget) -> ParameterCounts:
     """Inputs and outputs of the attention's matrices that a target names; those that are divided are `tensor`."""
     if target is LoraTarget.QUERY_KEY_VALUE:
         return _query_key_value(hidden, attention)
     if target is LoraTarget.ATTENTION_OUTPUT:
-        return ParameterCounts(tensor=_output(attention), replicated=hidden)
+        return ParameterCounts(tensor=_output_width(attention), replicated=hidden)
     return ParameterCounts()
 
 
@@ -55,7 +56,7 @@ def _query_key_value(hidden: int, attention: Attention) -> ParameterCounts:
             assert_never(attention)
 
 
-def _output(attention: Attention) -> int:
+def _output_width(attention: Attention) -> int:
     match attention:
         case GroupedAttention():
             return attention.heads * attention.head_dim
@@ -77,12 +78,12 @@ def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> ParameterC
             assert_never(mlp)
     if intermediate == 0:
         return ParameterCounts()
-    one = ParameterCounts(tensor=intermediate, replicated=hidden)
+    matrix_widths = ParameterCounts(tensor=intermediate, replicated=hidden)
     match target:
         case LoraTarget.GATE_UP:
-            return one * 2
+            return matrix_widths * 2
         case LoraTarget.DOWN:
-            return one
+            return matrix_widths
         case _:
             return ParameterCounts()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div, round_up
-from moejob_api.derived import UpdateBatch, batch, router_is_frozen, share_dtype, trained_shape
+from moejob_api.derived import UpdateBatch, has_frozen_router, share_dtype, trained_shape, update_batch
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.training import Lora
@@ -20,25 +20,36 @@ from moejob_api.models.parameters import ParameterCounts, layer_weights, mtp_wei
 from moejob_api.models.shape import Layer, ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
-from moejob_api.planner.memory.kinds import Kinds, StageContents, distinct_stages, layers_by_kind, router_parameters
-from moejob_api.planner.memory.microbatch_share import Keeping, Share, keeping, share
+from moejob_api.planner.memory.kinds import (
+    LayerKinds,
+    StageContents,
+    distinct_stages,
+    layers_by_kind,
+    router_parameters,
+)
+from moejob_api.planner.memory.microbatch_share import (
+    ActivationSettings,
+    MicrobatchShare,
+    activation_settings,
+    microbatch_share,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class LocalParameters:
     """Parameters on one GPU: those that all data-parallel ranks share, and routed ones, which fewer share."""
 
     dense: int = 0
     routed: int = 0
 
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.routed + other.routed)
+    def __add__(self, other: LocalParameters) -> LocalParameters:
+        return LocalParameters(self.dense + other.dense, self.routed + other.routed)
 
-    def __mul__(self, count: int) -> Parameters:
-        return Parameters(self.dense * count, self.routed * count)
+    def __mul__(self, count: int) -> LocalParameters:
+        return LocalParameters(self.dense * count, self.routed * count)
 
-    def __floordiv__(self, parts: int) -> Parameters:
-        return Parameters(self.dense // parts, self.routed // parts)
+    def __floordiv__(self, parts: int) -> LocalParameters:
+        return LocalParameters(self.dense // parts, self.routed // parts)
 
     @property
     def total(self) -> int:
@@ -47,32 +58,32 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class HeldParameters:
     """Parameters that one GPU holds, and the trained ones among them."""
 
-    held: Parameters = Parameters()
-    trained: Parameters = Parameters()
+    held: LocalParameters = LocalParameters()
+    trained: LocalParameters = LocalParameters()
 
-    def __add__(self, other: Portion) -> Portion:
-        return Portion(self.held + other.held, self.trained + other.trained)
+    def __add__(self, other: HeldParameters) -> HeldParameters:
+        return HeldParameters(self.held + other.held, self.trained + other.trained)
 
-    def __mul__(self, count: int) -> Portion:
-        return Portion(self.held * count, self.trained * count)
+    def __mul__(self, count: int) -> HeldParameters:
+        return HeldParameters(self.held * count, self.trained * count)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanningCase:
     """A job on a layout. layers: parameters of one layer of each kind on one GPU; vocabulary: of the embedding."""
 
     spec: Spec
     shape: ModelShape
     layout: Layout
-    kinds: Kinds
-    share: Share
-    keeping: Keeping
+    kinds: LayerKinds
+    share: MicrobatchShare
+    activation_settings: ActivationSettings
     batch: UpdateBatch
     stages: tuple[StageContents, ...]
-    layers: tuple[Portion, ...]
+    layers: tuple[HeldParameters, ...]
     vocabulary: int
 
     @property
@@ -83,7 +94,7 @@ class Case:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that is kept."""
-        return share_dtype(self.spec).size_bytes if self.divides_weights else self.element_bytes
+        return share_dtype(self.spec).size_bytes if self.has_weight_shards else self.element_bytes
 
     @property
     def frozen_bytes(self) -> int:
@@ -93,7 +104,7 @@ class Case:
     @property
     def summed_bytes(self) -> int:
         """Bytes of a gradient that is kept: shares of weights have gradients of their own type."""
-        return self.weight_bytes if self.divides_weights else self.gradient_bytes
+        return self.weight_bytes if self.has_weight_shards else self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -101,114 +112,118 @@ class Case:
         return self.spec.training.precision.gradients.size_bytes
 
     @property
-    def divides_weights(self) -> bool:
+    def has_weight_shards(self) -> bool:
         """Return whether weights and gradients are divided like the optimizer's state."""
-        return self.spec.memory.sharding.divides_weights
+        return self.spec.memory.sharding.has_weight_shards
 
     @property
-    def keeps_gathered(self) -> bool:
+    def has_weights_until_update(self) -> bool:
         """Return whether gathered weights stay until the update."""
         return self.spec.memory.sharding is Sharding.ZERO2
 
 
-def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None = None) -> Case:
+def prepare_case(spec: Spec, shape: ModelShape, layout: Layout, kinds: LayerKinds | None = None) -> PlanningCase:
     """Prepare a job on a layout; `kinds` spares grouping the layers again for each of many layouts of one model."""
-    shape, grouped = trained_shape(shape, spec), kinds or layers_by_kind(shape)
-    of_rank = batch(spec, layout)
-    return Case(
+    shape, grouped_layers = trained_shape(shape, spec), kinds or layers_by_kind(shape)
+    rank_batch = update_batch(spec, layout)
+    return PlanningCase(
         spec=spec,
         shape=shape,
         layout=layout,
-        kinds=grouped,
-        share=share(spec, shape, layout, of_rank.micro_tokens),
-        keeping=keeping(spec),
-        batch=of_rank,
-        stages=distinct_stages(spec.parallelism, grouped),
+        kinds=grouped_layers,
+        share=microbatch_share(spec, shape, layout, rank_batch.micro_tokens),
+        activation_settings=activation_settings(spec),
+        batch=rank_batch,
+        stages=distinct_stages(spec.parallelism, grouped_layers),
         layers=tuple(
             [
-                _layer(spec, layout, shape.hidden, layer, weights)
-                for layer, weights in zip(grouped.layers, grouped.weights, strict=True)
+                _layer_parameters(spec, layout, shape.hidden, layer, weights)
+                for layer, weights in zip(grouped_layers.layers, grouped_layers.weights, strict=True)
             ]
         ),
         vocabulary=round_up(shape.vocabulary, VOCABULARY_MULTIPLE * layout.tensor) // layout.tensor * shape.hidden,
     )
 
 
-def stage_parameters(case: Case, stage: StageContents) -> Portion:
+def stage_parameters(case: PlanningCase, stage: StageContents) -> HeldParameters:
     """Parameters on one GPU of a stage."""
     total = layer_parameters(case, stage)
-    ends = Parameters(dense=_end_parameters(case, stage))
-    total += Portion(ends, Parameters() if case.spec.training.lora else ends)
-    return total + _mtp(case) if stage.output and case.shape.mtp_layers else total
+    ends = LocalParameters(dense=_end_parameters(case, stage))
+    total += HeldParameters(ends, LocalParameters() if case.spec.training.lora else ends)
+    return total + _mtp_parameters(case) if stage.output and case.shape.mtp_layers else total
 
 
-def layer_parameters(case: Case, stage: StageContents) -> Portion:
+def layer_parameters(case: PlanningCase, stage: StageContents) -> HeldParameters:
     """Parameters on one GPU of a stage's layers, without what is in front of the first and behind the last."""
-    total = Portion()
+    total = HeldParameters()
     for chunk in stage.chunks:
-        for part, count in zip(case.layers, case.kinds.counts(chunk.start, chunk.stop), strict=True):
+        for part, count in zip(case.layers, case.kinds.count_layers(chunk.start, chunk.stop), strict=True):
             if count:
                 total += part * count
     return total
 
 
-def model_parameters(case: Case) -> Portion:
+def model_parameters(case: PlanningCase) -> HeldParameters:
     """Parameters of all layers together, divided as on one GPU of a single stage."""
-    total = Portion()
-    for part, of_kind in zip(case.layers, case.kinds.before, strict=True):
-        total += part * of_kind[-1]
+    total = HeldParameters()
+    for part, layers_before in zip(case.layers, case.kinds.before, strict=True):
+        total += part * layers_before[-1]
     return total
 
 
-def output_parameters(case: Case) -> int:
+def output_parameters(case: PlanningCase) -> int:
     """Trained parameters of the output projection on one GPU of the last stage."""
     return 0 if case.spec.training.lora else case.vocabulary
 
 
-def _end_parameters(case: Case, stage: StageContents) -> int:
+def _end_parameters(case: PlanningCase, stage: StageContents) -> int:
     """The embedding, the output projection and the norm before it, as far as the stage has them."""
-    alone = case.layout.pipeline == 1
+    is_single_stage = case.layout.pipeline == 1
     output = case.vocabulary + case.shape.hidden if stage.output else 0
-    if alone and case.shape.tied_embeddings:
+    if is_single_stage and case.shape.tied_embeddings:
         return output
     # Predicting further tokens embeds them where the output is.
-    embeds_there = stage.output and not alone and not case.shape.tied_embeddings and len(case.shape.mtp_layers) > 0
+    embeds_there = (
+        stage.output and not is_single_stage and not case.shape.tied_embeddings and len(case.shape.mtp_layers) > 0
+    )
     return output + (int(stage.embedding) + int(embeds_there)) * case.vocabulary
 
 
-def _mtp(case: Case) -> Portion:
+def _mtp_parameters(case: PlanningCase) -> HeldParameters:
     """The layers that predict further tokens, with the projection of embedding and hidden state in front of each."""
     beside = mtp_weights(case.shape)
-    layers = Portion()
+    layers = HeldParameters()
     for layer in case.shape.mtp_layers:
         weights = layer_weights(case.shape, layer)
-        layers += _layer(case.spec, case.layout, case.shape.hidden, layer, weights)
+        layers += _layer_parameters(case.spec, case.layout, case.shape.hidden, layer, weights)
         beside += weights * -1
-    rest = local_parameters(beside, case.layout)
-    return layers + Portion(rest, rest)
+    beside_parameters = local_parameters(beside, case.layout)
+    return layers + HeldParameters(beside_parameters, beside_parameters)
 
 
-def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: ParameterCounts) -> Portion:
+def _layer_parameters(
+    spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: ParameterCounts
+) -> HeldParameters:
     held = local_parameters(weights, layout)
     lora = spec.training.lora
     if lora is not None:
-        adapters = _adapters(hidden, layer, layout, lora)
-        return Portion(held + adapters, adapters)
-    frozen = router_parameters(hidden, layer) if router_is_frozen(spec) else 0
-    return Portion(held, Parameters(held.dense - frozen, held.routed))
+        adapters = _adapter_parameters(hidden, layer, layout, lora)
+        return HeldParameters(held + adapters, adapters)
+    frozen = router_parameters(hidden, layer) if has_frozen_router(spec) else 0
+    return HeldParameters(held, LocalParameters(held.dense - frozen, held.routed))
 
 
-def _adapters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> Parameters:
+def _adapter_parameters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> LocalParameters:
     return local_parameters(adapter_weights(hidden, layer, lora), layout)
 
 
-def local_parameters(weights: ParameterCounts, layout: Layout) -> Parameters:
+def local_parameters(weights: ParameterCounts, layout: Layout) -> LocalParameters:
     """Parameters of `weights` on one GPU.
 
     Megatron divides the projections of keys and values by columns, even where ranks outnumber heads. Then ranks hold
     copies of the activations, never of the weights.
     """
-    return Parameters(
+    return LocalParameters(
         dense=ceil_div(weights.tensor + weights.key_value, layout.tensor) + weights.replicated,
         routed=ceil_div(weights.routed, layout.expert * layout.expert_tensor),
     )

@@ -11,7 +11,7 @@ from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.parameters import ParameterCounts, final_norm, layer_kinds, layer_weights
+from moejob_api.models.parameters import ParameterCounts, final_norm_weights, layer_kinds, layer_weights
 from moejob_api.models.shape import Attention, GroupedAttention, LatentAttention, LinearAttention, ModelShape
 from moejob_api.planner.memory.constants import ENGINE_VOCABULARY_MULTIPLE, ENGINE_WORKSPACE_BYTES, USEFUL_SEQUENCES
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
@@ -53,18 +53,18 @@ class EngineMemory:
         return None if self.cache_bytes is None else max(0, self.cache_bytes) // self.sequence_bytes
 
     @property
-    def runs(self) -> bool:
+    def can_run(self) -> bool:
         """Return whether at least one sequence fits."""
         return self.sequences is None or self.sequences > 0
 
 
-def engine(spec: Spec, shape: ModelShape, layout: Layout) -> EngineMemory | None:
+def estimate_engine(spec: Spec, shape: ModelShape, layout: Layout) -> EngineMemory | None:
     """The engine of a GRPO job."""
     sizes = rollout_layout(spec, layout)
-    return None if spec.grpo is None or sizes is None else engine_among(spec, spec.grpo, shape, sizes.engines)
+    return None if spec.grpo is None or sizes is None else estimate_engine_among(spec, spec.grpo, shape, sizes.engines)
 
 
-def engine_among(spec: Spec, grpo: Grpo, shape: ModelShape, engines: int) -> EngineMemory:
+def estimate_engine_among(spec: Spec, grpo: Grpo, shape: ModelShape, engines: int) -> EngineMemory:
     """One of several engines that share the answers of a step."""
     limit, tensor = memory_limit_bytes(spec.resources), grpo.rollout.tensor
     return EngineMemory(
@@ -83,11 +83,11 @@ def engine_weights(shape: ModelShape, tensor: int) -> int:
     total = rows * shape.hidden * (1 if shape.tied_embeddings else 2)
     for layer, count in layer_kinds(shape):
         heads = layer.attention.key_value_heads if isinstance(layer.attention, GroupedAttention) else tensor
-        total += count * _divided(layer_weights(shape, layer), tensor, heads)
-    return total + _divided(final_norm(shape), tensor, tensor)
+        total += count * _divided_parameters(layer_weights(shape, layer), tensor, heads)
+    return total + _divided_parameters(final_norm_weights(shape), tensor, tensor)
 
 
-def _divided(weights: ParameterCounts, tensor: int, heads: int) -> int:
+def _divided_parameters(weights: ParameterCounts, tensor: int, heads: int) -> int:
     split = ceil_div(weights.tensor + weights.routed, tensor)
     return split + ceil_div(weights.key_value, min(tensor, heads)) + weights.replicated
 
@@ -96,10 +96,10 @@ def sequence_bytes(spec: Spec, grpo: Grpo, shape: ModelShape) -> int:
     """KV cache of one sequence of data.maxLength on one GPU of an engine."""
     length, tensor = spec.data.max_length, grpo.rollout.tensor
     element = spec.model.dtype.size_bytes
-    return sum(count * _cached(layer.attention, tensor, length, element) for layer, count in layer_kinds(shape))
+    return sum(count * _cached_bytes(layer.attention, tensor, length, element) for layer, count in layer_kinds(shape))
 
 
-def _cached(attention: Attention, tensor: int, length: int, element: int) -> int:
+def _cached_bytes(attention: Attention, tensor: int, length: int, element: int) -> int:
     """Bytes that one layer remembers of a sequence."""
     match attention:
         case GroupedAttention():

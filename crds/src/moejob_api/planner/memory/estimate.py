@@ -11,20 +11,20 @@ from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.activations import layer_bytes
-from moejob_api.planner.memory.case import Case, prepared
+from moejob_api.planner.memory.case import PlanningCase, prepare_case
 from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
 from moejob_api.planner.memory.engine import EngineMemory
-from moejob_api.planner.memory.explained import why
-from moejob_api.planner.memory.phases import Amounts, MemoryPhase, Name, StageBytes, load, phases
+from moejob_api.planner.memory.explained import explain_memory
+from moejob_api.planner.memory.phases import Amounts, MemoryPhase, MemoryUse, StageLoad, estimate_stage, phase_amounts
 from moejob_api.planner.memory.routing_replay import replay_bytes
 from moejob_api.planner.memory.storage import checkpoint_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """One use of memory on one GPU, and the formula behind it."""
 
-    name: Name
+    name: MemoryUse
     bytes: int
     why: str
 
@@ -35,7 +35,7 @@ class PhasePeak:
 
     phase: MemoryPhase
     stage: int
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ class MemoryEstimate:
         return self.peak.bytes
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemoryPart, ...]:
         """Return the parts of the highest peak."""
         return self.peak.parts
 
@@ -72,17 +72,17 @@ class MemoryEstimate:
         """The fullest pipeline stage."""
         return self.peak.stage
 
-    def fits(self, limit_bytes: int) -> bool:
+    def is_within(self, limit_bytes: int) -> bool:
         """Return whether every phase stays within a GPU's memory and the engine, if any, has room for a sequence."""
-        return self.bytes <= limit_bytes and (self.engine is None or self.engine.runs)
+        return self.bytes <= limit_bytes and (self.engine is None or self.engine.can_run)
 
 
-def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
+def estimate_memory(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
     """The memory that a job takes on each GPU and in each pod; its layout must keep moejob_api.rules."""
-    case = prepared(spec, shape, layout)
+    case = prepare_case(spec, shape, layout)
     layers = layer_bytes(case)
-    loads = tuple(load(case, stage, layers) for stage in case.stages)
-    peaks = tuple(_explained(*fullest) for fullest in _fullest(loads))
+    loads = tuple(estimate_stage(case, stage, layers) for stage in case.stages)
+    peaks = tuple(_explain_peak(*fullest) for fullest in _fullest_stages(loads))
     replay = replay_bytes(case)
     return MemoryEstimate(
         peak=max(peaks, key=lambda peak: peak.bytes),
@@ -94,78 +94,81 @@ def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class MemoryFootprint:
     """The sums of an estimate, without its words: for layouts that are tried by the dozen."""
 
     bytes: int
     host_bytes_per_pod: int
 
 
-def footprint(case: Case, limit_bytes: int | None) -> Footprint | None:
+def estimate_footprint(case: PlanningCase, limit_bytes: int | None) -> MemoryFootprint | None:
     """Return the sums that `estimate` explains; None where they are beyond the limit of a GPU."""
     loads = _loads_within(case, limit_bytes)
     if loads is None:
         return None
-    peak = max(map(_peak, loads))
-    return Footprint(peak, _host_bytes(case, loads, peak) + replay_bytes(case))
+    peak = max(map(_peak_of_load, loads))
+    return MemoryFootprint(peak, _host_bytes(case, loads, peak) + replay_bytes(case))
 
 
-def fits(case: Case, limit_bytes: int) -> bool:
+def can_fit(case: PlanningCase, limit_bytes: int) -> bool:
     """Return whether every stage is within the limit in every phase, and the engine has room for a sequence."""
     # A search asks this of thousands of layouts: the first stage beyond the limit ends it.
     return _loads_within(case, limit_bytes) is not None
 
 
-def _loads_within(case: Case, limit_bytes: int | None) -> tuple[StageBytes, ...] | None:
+def _loads_within(case: PlanningCase, limit_bytes: int | None) -> tuple[StageLoad, ...] | None:
     """Return the load of every stage; None at the first that is beyond the limit."""
-    layers, loads = layer_bytes(case), list[StageBytes]()
+    layers, loads = layer_bytes(case), list[StageLoad]()
     for stage in case.stages:
-        of = load(case, stage, layers)
-        if limit_bytes is not None and ((of.engine is not None and not of.engine.runs) or _peak(of) > limit_bytes):
+        stage_bytes = estimate_stage(case, stage, layers)
+        if limit_bytes is not None and (
+            (stage_bytes.engine is not None and not stage_bytes.engine.can_run)
+            or _peak_of_load(stage_bytes) > limit_bytes
+        ):
             return None
-        loads.append(of)
+        loads.append(stage_bytes)
     return tuple(loads)
 
 
-def _peak(of: StageBytes) -> int:
-    return max(sum(amounts.values()) for _, amounts in phases(of))
+def _peak_of_load(load: StageLoad) -> int:
+    return max(sum(amounts.values()) for _, amounts in phase_amounts(load))
 
 
-def peak_bytes(case: Case) -> int:
+def peak_bytes(case: PlanningCase) -> int:
     """The highest peak alone, without its words, for searches."""
     layers = layer_bytes(case)
-    return max(_peak(load(case, stage, layers)) for stage in case.stages)
+    return max(_peak_of_load(estimate_stage(case, stage, layers)) for stage in case.stages)
 
 
-def _fullest(loads: tuple[StageBytes, ...]) -> Iterator[tuple[MemoryPhase, StageBytes, Amounts]]:
+def _fullest_stages(loads: tuple[StageLoad, ...]) -> Iterator[tuple[MemoryPhase, StageLoad, Amounts]]:
     """The fullest stage of each phase."""
-    of_stages = [(of, dict(phases(of))) for of in loads]
+    of_stages = [(load, dict(phase_amounts(load))) for load in loads]
     for phase in of_stages[0][1]:
         yield max(((phase, of, amounts[phase]) for of, amounts in of_stages), key=lambda entry: sum(entry[2].values()))
 
 
-def _explained(phase: MemoryPhase, of: StageBytes, amounts: Amounts) -> PhasePeak:
-    parts = tuple(Part(name, amount, why(of, name)) for name, amount in amounts.items() if amount)
-    return PhasePeak(phase, of.stage.index, parts)
+def _explain_peak(phase: MemoryPhase, load: StageLoad, amounts: Amounts) -> PhasePeak:
+    parts = tuple(MemoryPart(name, amount, explain_memory(load, name)) for name, amount in amounts.items() if amount)
+    return PhasePeak(phase, load.stage.index, parts)
 
 
-def _host_bytes(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
+def _host_bytes(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:
     """Host memory of the ranks of a pod, without the routing that is replayed."""
     return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak)
 
 
-def _host_bytes_of_rank(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
+def _host_bytes_of_rank(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:
     """Return a rank's own host memory, what is offloaded, and the copy of a checkpoint that is being written."""
     # The tensors of a rank on CPUs are in host memory already, so the estimate of its "GPU" is all of it.
     if case.spec.resources.accelerator is Accelerator.CPU:
         return peak
-    fullest = max(of.states.host + of.activations.offloaded + _parked(of) for of in loads)
+    fullest = max(load.states.host + load.activations.offloaded + _parked_bytes(load) for load in loads)
     if not case.spec.checkpoint.asynchronous:
         return HOST_PROCESS_BYTES + fullest
     return HOST_PROCESS_BYTES + fullest + ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus)
 
 
-def _parked(of: StageBytes) -> int:
+def _parked_bytes(load: StageLoad) -> int:
     """Weights that wait in host memory: the reference's, and the trainer's own during generation."""
-    own = of.states.weights if of.case.spec.memory.offload_parameters else 0
-    return own + (of.states.weights if of.has_reference else 0)
+    trainer_bytes = load.states.weights if load.case.spec.memory.offload_parameters else 0
+    return trainer_bytes + (load.states.weights if load.has_reference else 0)

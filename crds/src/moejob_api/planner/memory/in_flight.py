@@ -18,5 +18,5 @@ def in_flight(layout: Layout, stage: int, microbatches: int) -> tuple[int, ...]:
     if chunks == 1:
         return (min(pipeline - stage, microbatches),)
     ahead = 2 * (pipeline - stage - 1) + (chunks - 1) * pipeline
-    rounds, rest = divmod(min(ahead + 1, microbatches * chunks), pipeline * chunks)
-    return tuple(rounds * pipeline + min(max(rest - chunk * pipeline, 0), pipeline) for chunk in range(chunks))
+    rounds, remainder = divmod(min(ahead + 1, microbatches * chunks), pipeline * chunks)
+    return tuple(rounds * pipeline + min(max(remainder - chunk * pipeline, 0), pipeline) for chunk in range(chunks))

@@ -14,32 +14,32 @@ from functools import lru_cache
 from itertools import accumulate
 
 from moejob_api.job.parallelism import Parallelism
-from moejob_api.layout.stages import stages
+from moejob_api.layout.stages import pipeline_stages
 from moejob_api.models.parameters import ParameterCounts, layer_kinds, layer_weights
 from moejob_api.models.shape import Experts, Layer, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class LayerKinds:
     """Each kind of layer with its parameters. before[k][i]: layers of kind k among the first i."""
 
     layers: tuple[Layer, ...]
     weights: tuple[ParameterCounts, ...]
     before: tuple[tuple[int, ...], ...]
 
-    def counts(self, start: int, stop: int) -> tuple[int, ...]:
+    def count_layers(self, start: int, stop: int) -> tuple[int, ...]:
         """Layers of each kind in a range of layers."""
-        return tuple([of_kind[stop] - of_kind[start] for of_kind in self.before])
+        return tuple([layers_before[stop] - layers_before[start] for layers_before in self.before])
 
 
-def layers_by_kind(shape: ModelShape) -> Kinds:
+def layers_by_kind(shape: ModelShape) -> LayerKinds:
     """The model's layers, grouped."""
-    found = tuple(layer for layer, _ in layer_kinds(shape))
-    return Kinds(
-        layers=found,
-        weights=tuple(layer_weights(shape, layer) for layer in found),
+    kinds = tuple(layer for layer, _ in layer_kinds(shape))
+    return LayerKinds(
+        layers=kinds,
+        weights=tuple(layer_weights(shape, layer) for layer in kinds),
         before=tuple(
-            tuple(accumulate((layer is kind or layer == kind for layer in shape.layers), initial=0)) for kind in found
+            tuple(accumulate((layer is kind or layer == kind for layer in shape.layers), initial=0)) for kind in kinds
         ),
     )
 
@@ -62,7 +62,7 @@ class StageContents:
     output: bool
 
 
-def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[StageContents, ...]:
+def distinct_stages(parallelism: Parallelism, kinds: LayerKinds) -> tuple[StageContents, ...]:
     """Return one stage of each sort: the fullest and the slowest are among them."""
     return _distinct_stages(
         kinds.before,
@@ -90,12 +90,15 @@ def _distinct_stages(
         loss_counts_as_layer=counted[1],
     )
     depth = len(before[0]) - 1
-    cut = stages(parallelism, depth)
+    cut = pipeline_stages(parallelism, depth)
     if cut is None:
         raise ValueError(f"{depth} layers do not divide over {pipeline} stages: moejob_api.rules refuses such a layout")
     sorts: dict[object, StageContents] = {}
     for index, stage in enumerate(cut):
-        layers = tuple(tuple(of_kind[c.stop] - of_kind[c.start] for of_kind in before) for c in stage.chunks)
-        one = StageContents(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
-        sorts.setdefault((layers, one.embedding, one.output), one)
+        layers = tuple(
+            tuple(layers_before[chunk.stop] - layers_before[chunk.start] for layers_before in before)
+            for chunk in stage.chunks
+        )
+        contents = StageContents(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
+        sorts.setdefault((layers, contents.embedding, contents.output), contents)
     return tuple(sorts.values())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.derived import balancing, multiplies_float8, recomputed_modules, sums_in_products
+from moejob_api.derived import balancing_method, can_sum_in_products, has_float8_products, recomputed_modules
 from moejob_api.job import Spec
-from moejob_api.job.moe import Balancing, Dispatcher
+from moejob_api.job.moe import BalancingMethod, DispatcherKind
 from moejob_api.job.training import LoraTarget, RecomputeModule
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
@@ -17,7 +17,7 @@ EVERY_TARGET = frozenset(LoraTarget)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MicrobatchShare:
     """The part of a microbatch that one GPU computes, and by how much each matrix is divided.
 
     tokens: of the microbatch on one context rank. sequence: by how much they are divided between the matrices.
@@ -39,13 +39,13 @@ class Share:
         """Tokens of one rank between the matrices, where sequence parallelism divides them."""
         return ceil_div(self.tokens, self.sequence)
 
-    def rows(self, per_token: int) -> int:
+    def count_rows(self, per_token: int) -> int:
         """Rows that reach the experts of this GPU."""
         return round(self.sequence_tokens * per_token * self.expert_tensor * self.expert_rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class ActivationSettings:
     """The inputs that decide how much of a layer is kept.
 
     recomputed: modules that are computed again instead. inputs: matrices whose inputs the backward pass needs, which
@@ -62,9 +62,9 @@ class Keeping:
     float8: bool
 
 
-def share(spec: Spec, shape: ModelShape, layout: Layout, micro_tokens: int) -> Share:
+def microbatch_share(spec: Spec, shape: ModelShape, layout: Layout, micro_tokens: int) -> MicrobatchShare:
     """The part of a microbatch of `micro_tokens` that one GPU of the layout computes."""
-    return Share(
+    return MicrobatchShare(
         hidden=shape.hidden,
         tokens=ceil_div(micro_tokens, layout.context),
         tensor=layout.tensor,
@@ -84,18 +84,18 @@ def expert_rows(spec: Spec, expert: int) -> float:
     if expert == 1:
         # Every expert is here, so every row is, however uneven the routing.
         return 1.0
-    return IMBALANCE_UNBALANCED if balancing(spec) is Balancing.NONE else IMBALANCE_BALANCED
+    return IMBALANCE_UNBALANCED if balancing_method(spec) is BalancingMethod.NONE else IMBALANCE_BALANCED
 
 
-def keeping(spec: Spec) -> Keeping:
+def activation_settings(spec: Spec) -> ActivationSettings:
     """Return the bearing of the job's recomputation, adapters and dispatcher on the activations that a layer keeps."""
     lora = spec.training.lora
-    return Keeping(
+    return ActivationSettings(
         recomputed=recomputed_modules(spec.training.recompute),
         inputs=EVERY_TARGET if lora is None else frozenset(lora.targets),
         adapter_rank=0 if lora is None else lora.rank,
         router_bytes=spec.moe.router_dtype.size_bytes,
-        gathers=spec.moe.dispatcher is Dispatcher.ALL_GATHER,
-        sums_in_products=sums_in_products(spec),
-        float8=multiplies_float8(spec),
+        gathers=spec.moe.dispatcher is DispatcherKind.ALL_GATHER,
+        sums_in_products=can_sum_in_products(spec),
+        float8=has_float8_products(spec),
     )

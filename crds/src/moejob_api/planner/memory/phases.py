@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moejob_api.derived import has_reference
-from moejob_api.job.grpo import Placement
+from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.resources import Accelerator
-from moejob_api.planner.memory.activations import Activations, LayerBytes, activations, loss_bytes
-from moejob_api.planner.memory.case import Case, Portion, stage_parameters
+from moejob_api.planner.memory.activations import Activations, LayerBytes, loss_bytes, stage_activations
+from moejob_api.planner.memory.case import HeldParameters, PlanningCase, stage_parameters
 from moejob_api.planner.memory.communication import communication_bytes, has_writers, peer_memory_bytes
 from moejob_api.planner.memory.constants import (
     CONTEXT_BYTES,
@@ -19,10 +19,10 @@ from moejob_api.planner.memory.constants import (
     FRAGMENTATION,
     SYNC_BUCKET_BYTES,
 )
-from moejob_api.planner.memory.engine import EngineMemory, engine
-from moejob_api.planner.memory.kept_activations import layer_input
+from moejob_api.planner.memory.engine import EngineMemory, estimate_engine
+from moejob_api.planner.memory.kept_activations import layer_input_bytes
 from moejob_api.planner.memory.kinds import StageContents
-from moejob_api.planner.memory.states import States, states
+from moejob_api.planner.memory.states import StageStates, stage_states
 from moejob_api.planner.memory.temporaries import largest_matrix
 
 
@@ -36,7 +36,7 @@ class MemoryPhase(StrEnum):
     GENERATE = "generation"
 
 
-class Name(StrEnum):
+class MemoryUse(StrEnum):
     """The uses of memory."""
 
     WEIGHTS = "weights"
@@ -65,26 +65,26 @@ class Name(StrEnum):
     FRAGMENTATION = "allocator"
 
 
-Amounts = dict[Name, int]
+Amounts = dict[MemoryUse, int]
 
 
 @dataclass(frozen=True, slots=True)
-class StageBytes:
+class StageLoad:
     """The bytes of one stage from which its phases are put together."""
 
-    case: Case
+    case: PlanningCase
     stage: StageContents
-    parameters: Portion
+    parameters: HeldParameters
     layers: LayerBytes
-    states: States
+    states: StageStates
     activations: Activations
     engine: EngineMemory | None
 
     @property
-    def colocated(self) -> EngineMemory | None:
+    def colocated_engine(self) -> EngineMemory | None:
         """The engine, when it shares this GPU."""
         grpo = self.case.spec.grpo
-        if grpo is None or grpo.rollout.placement is Placement.SEPARATE:
+        if grpo is None or grpo.rollout.placement is RolloutPlacement.SEPARATE:
             return None
         return self.engine
 
@@ -94,136 +94,141 @@ class StageBytes:
         return has_reference(self.case.spec) and self.case.spec.training.lora is None
 
 
-def load(case: Case, stage: StageContents, layers: LayerBytes) -> StageBytes:
+def estimate_stage(case: PlanningCase, stage: StageContents, layers: LayerBytes) -> StageLoad:
     """Return the bytes of one stage; `layers` are the same for every stage."""
     parameters = stage_parameters(case, stage)
-    return StageBytes(
+    return StageLoad(
         case=case,
         stage=stage,
         parameters=parameters,
         layers=layers,
-        states=states(case, stage, parameters),
-        activations=activations(case, stage, layers),
-        engine=engine(case.spec, case.shape, case.layout),
+        states=stage_states(case, stage, parameters),
+        activations=stage_activations(case, stage, layers),
+        engine=estimate_engine(case.spec, case.shape, case.layout),
     )
 
 
-def phases(of: StageBytes) -> Iterator[tuple[MemoryPhase, Amounts]]:
+def phase_amounts(load: StageLoad) -> Iterator[tuple[MemoryPhase, Amounts]]:
     """Each phase of a step with its parts."""
-    yield MemoryPhase.TRAIN, _train(of)
-    yield MemoryPhase.STEP, _step(of)
-    if of.case.spec.grpo is None:
+    yield MemoryPhase.TRAIN, _train_amounts(load)
+    yield MemoryPhase.STEP, _step_amounts(load)
+    if load.case.spec.grpo is None:
         return
-    yield MemoryPhase.SCORE, _score(of)
-    if of.colocated is not None:
-        yield MemoryPhase.SYNC, _sync(of, of.colocated)
-        yield MemoryPhase.GENERATE, _generate(of, of.colocated)
+    yield MemoryPhase.SCORE, _score_amounts(load)
+    if load.colocated_engine is not None:
+        yield MemoryPhase.SYNC, _sync_amounts(load, load.colocated_engine)
+        yield MemoryPhase.GENERATE, _generate_amounts(load, load.colocated_engine)
 
 
-def _resident(of: StageBytes) -> Amounts:
+def _resident_amounts(load: StageLoad) -> Amounts:
     return {
-        Name.WEIGHTS: of.states.weights,
-        Name.GRADIENTS: of.states.gradients,
-        Name.OPTIMIZER: of.states.optimizer,
+        MemoryUse.WEIGHTS: load.states.weights,
+        MemoryUse.GRADIENTS: load.states.gradients,
+        MemoryUse.OPTIMIZER: load.states.optimizer,
     }
 
 
-def _around(of: StageBytes, moving: int) -> Amounts:
+def _library_amounts(load: StageLoad, moving: int) -> Amounts:
     """Return the bytes of libraries, with the allocator's waste on the bytes that come and go."""
-    if of.case.spec.resources.accelerator is Accelerator.CPU:
-        return {Name.CONTEXT: CPU_RANK_BYTES, Name.PEER_MEMORY: _peer_memory(of.case)}
+    if load.case.spec.resources.accelerator is Accelerator.CPU:
+        return {MemoryUse.CONTEXT: CPU_RANK_BYTES, MemoryUse.PEER_MEMORY: _peer_memory(load.case)}
     return {
-        Name.CONTEXT: CONTEXT_BYTES,
-        Name.COMMUNICATORS: communication_bytes(of.case.layout, of.case.spec.moe.dispatcher),
-        Name.PEER_MEMORY: _peer_memory(of.case),
-        Name.FRAGMENTATION: int(moving * FRAGMENTATION),
+        MemoryUse.CONTEXT: CONTEXT_BYTES,
+        MemoryUse.COMMUNICATORS: communication_bytes(load.case.layout, load.case.spec.moe.dispatcher),
+        MemoryUse.PEER_MEMORY: _peer_memory(load.case),
+        MemoryUse.FRAGMENTATION: int(moving * FRAGMENTATION),
     }
 
 
-def _peer_memory(case: Case) -> int:
+def _peer_memory(case: PlanningCase) -> int:
     dispatcher = case.spec.moe.dispatcher
     return peer_memory_bytes(case.share, dispatcher) if has_writers(case.layout, dispatcher) else 0
 
 
-def _asleep(of: StageBytes) -> Amounts:
-    on_gpu = of.case.spec.resources.accelerator is Accelerator.GPU
-    return {Name.ENGINE_ASLEEP: ENGINE_ASLEEP_BYTES} if of.colocated is not None and on_gpu else {}
+def _sleeping_engine(load: StageLoad) -> Amounts:
+    on_gpu = load.case.spec.resources.accelerator is Accelerator.GPU
+    return {MemoryUse.ENGINE_ASLEEP: ENGINE_ASLEEP_BYTES} if load.colocated_engine is not None and on_gpu else {}
 
 
-def _train(of: StageBytes) -> Amounts:
-    held, moving = of.activations.kept, of.activations.peak
-    is_loss = of.activations.loss > of.activations.working
+def _train_amounts(load: StageLoad) -> Amounts:
+    held, moving = load.activations.kept, load.activations.peak_bytes
+    is_loss = load.activations.loss > load.activations.working
     return {
-        **_resident(of),
-        Name.GATHERED: of.states.gathered,
-        Name.ROUNDED: of.states.rounded,
-        Name.STREAM: held.stream,
-        Name.ATTENTION: held.attention,
-        Name.FEED_FORWARD: held.feed_forward,
-        Name.ROUTED: held.routed,
-        Name.ROUTING: held.routing,
+        **_resident_amounts(load),
+        MemoryUse.GATHERED: load.states.gathered,
+        MemoryUse.ROUNDED: load.states.rounded,
+        MemoryUse.STREAM: held.stream,
+        MemoryUse.ATTENTION: held.attention,
+        MemoryUse.FEED_FORWARD: held.feed_forward,
+        MemoryUse.ROUTED: held.routed,
+        MemoryUse.ROUTING: held.routing,
         # The loss and the backward pass of a layer come one after the other.
-        Name.LOSS if is_loss else Name.WORKING: max(of.activations.loss, of.activations.working),
-        Name.PIPELINE: _pipeline(of.case),
-        **_asleep(of),
-        **_around(of, moving),
+        MemoryUse.LOSS if is_loss else MemoryUse.WORKING: max(load.activations.loss, load.activations.working),
+        MemoryUse.PIPELINE: _pipeline_bytes(load.case),
+        **_sleeping_engine(load),
+        **_library_amounts(load, moving),
     }
 
 
-def _step(of: StageBytes) -> Amounts:
-    return {**_resident(of), Name.STEP: of.states.step, **_asleep(of), **_around(of, of.states.step)}
+def _step_amounts(load: StageLoad) -> Amounts:
+    return {
+        **_resident_amounts(load),
+        MemoryUse.STEP: load.states.step,
+        **_sleeping_engine(load),
+        **_library_amounts(load, load.states.step),
+    }
 
 
-def _score(of: StageBytes) -> Amounts:
+def _score_amounts(load: StageLoad) -> Amounts:
     """Forward passes only: one layer's tensors and a chunk of logits."""
-    case = of.case
-    layer = max(whole.total for whole in of.layers.whole)
-    loss = loss_bytes(case) if of.stage.output else 0
+    case = load.case
+    layer = max(layer_kept.total for layer_kept in load.layers.without_recompute)
+    loss = loss_bytes(case) if load.stage.output else 0
     return {
-        **_resident(of),
-        Name.GATHERED: of.states.gathered,
-        Name.REFERENCE: of.states.weights if of.has_reference else 0,
-        Name.LOSS if loss > layer else Name.WORKING: max(layer, loss),
-        Name.PIPELINE: _pipeline(case),
-        **_asleep(of),
-        **_around(of, max(layer, loss)),
+        **_resident_amounts(load),
+        MemoryUse.GATHERED: load.states.gathered,
+        MemoryUse.REFERENCE: load.states.weights if load.has_reference else 0,
+        MemoryUse.LOSS if loss > layer else MemoryUse.WORKING: max(layer, loss),
+        MemoryUse.PIPELINE: _pipeline_bytes(case),
+        **_sleeping_engine(load),
+        **_library_amounts(load, max(layer, loss)),
     }
 
 
-def _sync(of: StageBytes, engine_here: EngineMemory) -> Amounts:
+def _sync_amounts(load: StageLoad, engine_here: EngineMemory) -> Amounts:
     """Both copies of the weights, and the tensors that are being gathered for the engine."""
-    gathered = _largest_tensor(of.case) * of.case.element_bytes + SYNC_BUCKET_BYTES
+    gathered = _largest_tensor(load.case) * load.case.element_bytes + SYNC_BUCKET_BYTES
     return {
-        **_between_phases(of),
-        Name.WEIGHTS: of.states.weights,
-        Name.BUCKET: gathered,
-        Name.ENGINE_WEIGHTS: engine_here.weights,
-        Name.ENGINE_WORKSPACE: engine_here.workspace,
-        **_around(of, gathered),
+        **_idle_trainer_amounts(load),
+        MemoryUse.WEIGHTS: load.states.weights,
+        MemoryUse.BUCKET: gathered,
+        MemoryUse.ENGINE_WEIGHTS: engine_here.weights,
+        MemoryUse.ENGINE_WORKSPACE: engine_here.workspace,
+        **_library_amounts(load, gathered),
     }
 
 
-def _generate(of: StageBytes, engine_here: EngineMemory) -> Amounts:
+def _generate_amounts(load: StageLoad, engine_here: EngineMemory) -> Amounts:
     return {
-        **_between_phases(of),
-        Name.ENGINE_WEIGHTS: engine_here.weights,
-        Name.ENGINE_WORKSPACE: engine_here.workspace,
-        Name.ENGINE_CACHE: engine_here.bytes - engine_here.weights - engine_here.workspace,
-        **_around(of, 0),
+        **_idle_trainer_amounts(load),
+        MemoryUse.ENGINE_WEIGHTS: engine_here.weights,
+        MemoryUse.ENGINE_WORKSPACE: engine_here.workspace,
+        MemoryUse.ENGINE_CACHE: engine_here.bytes - engine_here.weights - engine_here.workspace,
+        **_library_amounts(load, 0),
     }
 
 
-def _between_phases(of: StageBytes) -> Amounts:
+def _idle_trainer_amounts(load: StageLoad) -> Amounts:
     """Return the bytes that the trainer leaves on the GPU while answers are generated."""
-    memory = of.case.spec.memory
+    memory = load.case.spec.memory
     return {
-        Name.WEIGHTS: 0 if memory.offload_parameters else of.states.weights,
-        Name.GRADIENTS: 0 if memory.offload_gradients else of.states.gradients,
-        Name.OPTIMIZER: of.states.optimizer,
+        MemoryUse.WEIGHTS: 0 if memory.offload_parameters else load.states.weights,
+        MemoryUse.GRADIENTS: 0 if memory.offload_gradients else load.states.gradients,
+        MemoryUse.OPTIMIZER: load.states.optimizer,
     }
 
 
-def _largest_tensor(case: Case) -> int:
+def _largest_tensor(case: PlanningCase) -> int:
     """Elements of the largest tensor an engine receives at once, gathered over the ranks that divide it."""
     largest = max(
         largest_matrix(layer, case.share) * case.layout.expert_tensor * case.layout.expert
@@ -232,6 +237,6 @@ def _largest_tensor(case: Case) -> int:
     return max(largest, case.vocabulary * case.layout.tensor)
 
 
-def _pipeline(case: Case) -> int:
+def _pipeline_bytes(case: PlanningCase) -> int:
     """Hidden states and gradients received from and sent to the neighbouring stages."""
-    return 4 * layer_input(case.share) if case.layout.pipeline > 1 else 0
+    return 4 * layer_input_bytes(case.share) if case.layout.pipeline > 1 else 0

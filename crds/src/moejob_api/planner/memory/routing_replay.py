@@ -15,10 +15,10 @@ import math
 from moejob_api.arithmetic import ceil_div
 from moejob_api.derived import choice_bytes
 from moejob_api.job.grpo import Grpo
-from moejob_api.planner.memory.case import Case
+from moejob_api.planner.memory.case import PlanningCase
 
 
-def replay_bytes(case: Case) -> int:
+def replay_bytes(case: PlanningCase) -> int:
     """Return the bytes of replayed routing in the pod of rank 0, which has most; 0 without replay."""
     grpo, experts = case.spec.grpo, case.shape.experts
     if grpo is None or not grpo.routing_replay or experts is None:
@@ -27,9 +27,9 @@ def replay_bytes(case: Case) -> int:
     tokens = grpo.answers_per_step * case.spec.data.max_length
     choices = tokens * len(case.shape.routed_layers) * experts.per_token * choice_bytes(experts.count)
     others = case.layout.gpus_per_pod - 1
-    return choices * (_steps_asked(grpo) + 1) + others * (choices + ceil_div(choices, case.layout.data))
+    return choices * (_buffered_steps(grpo) + 1) + others * (choices + ceil_div(choices, case.layout.data))
 
 
-def _steps_asked(grpo: Grpo) -> int:
+def _buffered_steps(grpo: Grpo) -> int:
     """Return how many steps' answers are held until one step is full: groups without signal may have to fill it."""
     return 1 if grpo.dynamic_sampling is None else math.ceil(grpo.dynamic_sampling.over_sampling)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from moejob_api.derived import RECORDED_STEPS, router_is_frozen, trained_shape
+from moejob_api.derived import RECORDED_STEPS, has_frozen_router, trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import Grpo
 from moejob_api.job.training import Lora
-from moejob_api.models.parameters import layer_kinds, mtp_parameters, parameters
+from moejob_api.models.parameters import layer_kinds, mtp_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
@@ -37,7 +37,7 @@ class VolumeNeed:
         """All of it together."""
         return self.checkpoint * self.checkpoints + self.export + self.download + self.tokens
 
-    def at_least(self, spec: Spec) -> VolumeNeed:
+    def least_need(self, spec: Spec) -> VolumeNeed:
         """Return what every run writes: one checkpoint, and the export where that is the model and no adapters."""
         return replace(
             self, checkpoints=1, download=0, tokens=0, export=self.export if spec.training.lora is None else 0
@@ -62,26 +62,26 @@ def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
     """
     lora = spec.training.lora
     shape = trained_shape(shape, spec)
-    whole = parameters(shape) + mtp_parameters(shape)
-    adapters = 0 if lora is None else _adapters(shape, lora)
-    trained = whole - _frozen(shape, spec) if lora is None else adapters
+    model_parameters = total_parameters(shape) + mtp_parameters(shape)
+    adapters = 0 if lora is None else _adapter_parameters(shape, lora)
+    trained = model_parameters - _frozen_parameters(shape, spec) if lora is None else adapters
     master = 0 if spec.model.dtype is Dtype.FLOAT32 else FLOAT32_BYTES
     state = master + 2 * spec.training.precision.moments.size_bytes
-    held = adapters if lora is not None and spec.checkpoint.resume_from is None else whole + adapters
+    held = adapters if lora is not None and spec.checkpoint.resume_from is None else model_parameters + adapters
     return held * spec.model.dtype.size_bytes + trained * state
 
 
 def export_bytes(shape: ModelShape, spec: Spec) -> int:
     """The exported model; adapters are merged into it."""
     shape = trained_shape(shape, spec)
-    return (parameters(shape) + mtp_parameters(shape)) * spec.model.dtype.size_bytes
+    return (total_parameters(shape) + mtp_parameters(shape)) * spec.model.dtype.size_bytes
 
 
 def download_bytes(shape: ModelShape, spec: Spec) -> int:
     """Files of a model that comes from the hub, whose weights are bfloat16 as a rule; 0 for a folder."""
     if spec.model.is_folder:
         return 0
-    return (parameters(shape) + mtp_parameters(shape)) * Dtype.BFLOAT16.size_bytes
+    return (total_parameters(shape) + mtp_parameters(shape)) * Dtype.BFLOAT16.size_bytes
 
 
 def recorded_bytes(spec: Spec) -> int:
@@ -103,12 +103,12 @@ def _step_bytes(grpo: Grpo, max_length: int) -> int:
     return _STEP_BYTES + groups * (prompt + grpo.group_size * answer)
 
 
-def _adapters(shape: ModelShape, lora: Lora) -> int:
+def _adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     return sum(adapter_weights(shape.hidden, layer, lora).total * count for layer, count in layer_kinds(shape))
 
 
-def _frozen(shape: ModelShape, spec: Spec) -> int:
-    if not router_is_frozen(spec):
+def _frozen_parameters(shape: ModelShape, spec: Spec) -> int:
+    if not has_frozen_router(spec):
         return 0
     further = sum(router_parameters(shape.hidden, layer) for layer in shape.mtp_layers)
     return further + sum(router_parameters(shape.hidden, layer) * count for layer, count in layer_kinds(shape))

@@ -17,22 +17,22 @@ from moejob_api.models.shape import (
     LinearAttention,
 )
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
-from moejob_api.planner.memory.microbatch_share import Keeping, Share
+from moejob_api.planner.memory.microbatch_share import ActivationSettings, MicrobatchShare
 
 
-def working(layer: Layer, share: Share, keeping: Keeping) -> int:
+def working_bytes(layer: Layer, share: MicrobatchShare, settings: ActivationSettings) -> int:
     """Peak bytes of the backward pass of one layer, without the activations that the forward pass kept."""
     gradients = 3 * share.sequence_tokens * share.hidden * share.element_bytes
     if share.sequence > 1:
         # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
         gradients += 2 * share.tokens * share.hidden * share.element_bytes
-    if keeping.float8:
-        gradients += rounded_rows(layer, share)
-    busiest = max(_attention(layer.attention, share), _feed_forward(layer, share, keeping))
-    return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share, keeping))
+    if settings.float8:
+        gradients += rounded_row_bytes(layer, share)
+    busiest = max(_attention_bytes(layer.attention, share), _feed_forward_bytes(layer, share, settings))
+    return gradients + busiest + (0 if settings.adapter_rank else _new_gradient_bytes(layer, share, settings))
 
 
-def rounded_rows(layer: Layer, share: Share) -> int:
+def rounded_row_bytes(layer: Layer, share: MicrobatchShare) -> int:
     """Bytes of the widest FP8 rows that a product multiplies, a byte an element."""
     of_attention = share.tokens * max(share.hidden, projection_width(layer.attention, share))
     match layer.mlp:
@@ -40,25 +40,25 @@ def rounded_rows(layer: Layer, share: Share) -> int:
             return max(of_attention, share.tokens * 2 * ceil_div(layer.mlp.intermediate, share.tensor))
         case Experts():
             inner = 2 * ceil_div(layer.mlp.intermediate, share.expert_tensor)
-            return max(of_attention, share.rows(layer.mlp.per_token) * max(share.hidden, inner))
+            return max(of_attention, share.count_rows(layer.mlp.per_token) * max(share.hidden, inner))
         case _:
             assert_never(layer.mlp)
 
 
-def _new_gradients(layer: Layer, share: Share, keeping: Keeping) -> int:
+def _new_gradient_bytes(layer: Layer, share: MicrobatchShare, settings: ActivationSettings) -> int:
     """Weight gradients before they are added into their buffer, with the transposed copies that the products make."""
     if not isinstance(layer.mlp, Experts):
         return 2 * largest_matrix(layer, share) * share.element_bytes
     columns = ceil_div(layer.mlp.intermediate, share.expert_tensor)
     matrix = share.hidden * columns * ceil_div(layer.mlp.count, share.expert)
-    if keeping.sums_in_products:
+    if settings.sums_in_products:
         # Autograd is given a gradient without numbers, of the larger tensor.
         return max(2 * matrix, 2 * _beside_experts(layer, layer.mlp, share)) * share.element_bytes
     # The second matrix of all experts is not yet added when the first is computed.
     return 2 * max(3 * matrix, largest_matrix(layer, share)) * share.element_bytes
 
 
-def largest_matrix(layer: Layer, share: Share) -> int:
+def largest_matrix(layer: Layer, share: MicrobatchShare) -> int:
     """Elements of the largest tensor of parameters on one GPU; the experts of a GPU are one tensor."""
     match layer.mlp:
         case DenseMLP():
@@ -72,13 +72,13 @@ def largest_matrix(layer: Layer, share: Share) -> int:
             assert_never(layer.mlp)
 
 
-def _beside_experts(layer: Layer, experts: Experts, share: Share) -> int:
+def _beside_experts(layer: Layer, experts: Experts, share: MicrobatchShare) -> int:
     """Elements of the largest other matrix of a layer with experts."""
     shared = 2 * experts.shared_intermediate // share.tensor
     return share.hidden * max(shared, projection_width(layer.attention, share))
 
 
-def projection_width(attention: Attention, share: Share) -> int:
+def projection_width(attention: Attention, share: MicrobatchShare) -> int:
     """Elements of a token behind the matrices that attention begins with, on one GPU."""
     match attention:
         case GroupedAttention():
@@ -95,7 +95,7 @@ def projection_width(attention: Attention, share: Share) -> int:
             assert_never(attention)
 
 
-def _attention(attention: Attention, share: Share) -> int:
+def _attention_bytes(attention: Attention, share: MicrobatchShare) -> int:
     """Gradients of queries, keys and values, before and after rotation, and of the output."""
     match attention:
         case GroupedAttention():
@@ -112,27 +112,27 @@ def _attention(attention: Attention, share: Share) -> int:
     return share.tokens * width * share.element_bytes
 
 
-def _feed_forward(layer: Layer, share: Share, keeping: Keeping) -> int:
+def _feed_forward_bytes(layer: Layer, share: MicrobatchShare, settings: ActivationSettings) -> int:
     match layer.mlp:
         case DenseMLP():
             return share.tokens * 3 * ceil_div(layer.mlp.intermediate, share.tensor) * share.element_bytes
         case Experts():
             shared = share.tokens * 3 * ceil_div(layer.mlp.shared_intermediate, share.tensor) * share.element_bytes
-            return max(shared, _experts(layer.mlp, share, keeping))
+            return max(shared, _expert_bytes(layer.mlp, share, settings))
         case _:
             assert_never(layer.mlp)
 
 
-def _experts(experts: Experts, share: Share, keeping: Keeping) -> int:
+def _expert_bytes(experts: Experts, share: MicrobatchShare, settings: ActivationSettings) -> int:
     """Gradients of every row before and behind the first matrix, or a row and its copy while it is moved."""
     inner = 2 * ceil_div(experts.intermediate, share.expert_tensor)
-    rows = share.rows(experts.per_token)
+    rows = share.count_rows(experts.per_token)
     moved = rows * (share.hidden + max(inner, share.hidden)) * share.element_bytes
-    if share.expert_tensor == 1 and not keeping.gathers:
+    if share.expert_tensor == 1 and not settings.gathers:
         return moved
     # Sums over ranks are formed in float32, the type of the probabilities.
     summed = rows * share.hidden * FLOAT32_BYTES
-    if not keeping.gathers:
+    if not settings.gathers:
         return moved + summed
-    everyone = share.sequence_tokens * share.expert * share.expert_tensor * share.hidden
-    return moved + everyone * (share.element_bytes + FLOAT32_BYTES)
+    all_rows = share.sequence_tokens * share.expert * share.expert_tensor * share.hidden
+    return moved + all_rows * (share.element_bytes + FLOAT32_BYTES)

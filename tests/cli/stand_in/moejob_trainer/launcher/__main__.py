@@ -21,16 +21,16 @@ from typing import Any
 
 from moejob_api.contract.pods import (
     Environment,
-    LastWord,
-    Outcome,
+    PodOutcome,
     PodProgress,
     ReportedHeartbeat,
     RunFile,
     RunProgress,
-    claim_name,
+    TerminationMessage,
+    fence_token_name,
 )
 
-_OUTCOMES = {0: Outcome.COMPLETED, 78: Outcome.BAD_CONFIGURATION, 143: Outcome.PREEMPTED}
+_OUTCOMES = {0: PodOutcome.COMPLETED, 78: PodOutcome.BAD_CONFIGURATION, 143: PodOutcome.PREEMPTED}
 _LONGEST_SECONDS = 60.0
 
 
@@ -57,7 +57,7 @@ class Life:
         (notes / f"{self.index}-{number}.json").write_text(json.dumps({"pid": os.getpid(), **os.environ}))
         if self.index == 0:
             (self.folder / RunFile.CLAIMS).mkdir(exist_ok=True)
-            (self.folder / RunFile.CLAIMS / claim_name(self.attempt, 0)).touch()
+            (self.folder / RunFile.CLAIMS / fence_token_name(self.attempt, 0)).touch()
         return number
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
@@ -159,7 +159,7 @@ class Life:
 
     def ends(self, code: int, message: str = "as told") -> None:
         """Leave a last word and go."""
-        word = LastWord(outcome=_OUTCOMES.get(code, Outcome.RANK_FAILED), message=message, step=self.step)
+        word = TerminationMessage(outcome=_OUTCOMES.get(code, PodOutcome.RANK_FAILED), message=message, step=self.step)
         self.last_word.write_text(word.model_dump_json(by_alias=True, exclude_none=True))
         sys.stdout.flush()
         os._exit(code)

@@ -20,13 +20,13 @@ _MARKED = {
 KNOWN = "those published with Qwen3, DeepSeek-R1, GLM-4.5 and gpt-oss"
 
 
-def fingerprint(template: str) -> str:
+def hash_template(template: str) -> str:
     """Hash a template; Jinja reads both kinds of line breaks alike, and none at the end."""
     return hashlib.sha256(template.replace("\r\n", "\n").removesuffix("\n").encode()).hexdigest()
 
 
 @cache
-def marked(template: str) -> str | None:
+def find_marked_template(template: str) -> str | None:
     """The same template with marks, when it is one that we know."""
-    name = _MARKED.get(fingerprint(template))
+    name = _MARKED.get(hash_template(template))
     return name and resources.files(__name__).joinpath(f"{name}.jinja").read_text(encoding="utf-8")

@@ -13,11 +13,11 @@ from types import ModuleType
 from torch import Tensor
 
 
-def kernels(name: str, x: Tensor) -> ModuleType | None:
+def find_kernels(name: str, x: Tensor) -> ModuleType | None:
     """The module of this name, if `x` is where its kernels run."""
-    return _loaded(name) if x.is_cuda else None
+    return _load_kernels(name) if x.is_cuda else None
 
 
 @cache
-def _loaded(name: str) -> ModuleType | None:
+def _load_kernels(name: str) -> ModuleType | None:
     return import_module(f"{__name__}.{name}") if find_spec("triton") else None

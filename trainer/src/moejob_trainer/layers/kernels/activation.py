@@ -14,17 +14,17 @@ BLOCK = 1024
 
 def swiglu(gate_up: Tensor, probabilities: Tensor | None) -> Tensor:
     """Twin of `activation.plain_swiglu`."""
-    activated: Tensor = _Gated.apply(gate_up, probabilities, None, 0.0)
+    activated: Tensor = _GatedActivation.apply(gate_up, probabilities, None, 0.0)
     return activated
 
 
 def clamped_swiglu(gate_up: Tensor, probabilities: Tensor | None, limit: float, steepness: float) -> Tensor:
     """Twin of `activation.plain_clamped_swiglu`."""
-    activated: Tensor = _Gated.apply(gate_up, probabilities, limit, steepness)
+    activated: Tensor = _GatedActivation.apply(gate_up, probabilities, limit, steepness)
     return activated
 
 
-class _Gated(torch.autograd.Function):
+class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, gate_up: Tensor, probabilities: Tensor | None, limit: float | None, steepness: float
@@ -37,7 +37,9 @@ class _Gated(torch.autograd.Function):
         context.variant = (limit is not None, limit or 0.0, steepness)
         if rows:
             weighted = probabilities is not None
-            _forward[(rows,)](gate_up, probabilities, output, width, weighted, *context.variant, BLOCK, num_warps=4)
+            _forward_kernel[(rows,)](
+                gate_up, probabilities, output, width, weighted, *context.variant, BLOCK, num_warps=4
+            )
         return output
 
     @staticmethod
@@ -49,12 +51,12 @@ class _Gated(torch.autograd.Function):
         weights_slope = torch.empty_like(probabilities) if weighted else None
         if rows:
             tensors = (gate_up, probabilities, gradient.contiguous(), slope, weights_slope)
-            _backward[(rows,)](*tensors, width, weighted, *context.variant, BLOCK, num_warps=4)
+            _backward_kernel[(rows,)](*tensors, width, weighted, *context.variant, BLOCK, num_warps=4)
         return slope, weights_slope, None, None
 
 
 @triton.jit
-def _forward(
+def _forward_kernel(
     gate_up,
     probabilities,
     output,
@@ -83,7 +85,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _backward_kernel(
     gate_up,
     probabilities,
     gradient,

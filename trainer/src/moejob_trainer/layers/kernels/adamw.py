@@ -27,12 +27,14 @@ class AdamWStep:
     weight_decay: float
 
 
-def takes(*tensors: Tensor) -> bool:
+def can_update(*tensors: Tensor) -> bool:
     """Return whether all lie in one piece on one GPU."""
     return all(tensor.is_contiguous() and tensor.device == tensors[0].device for tensor in tensors)
 
 
-def update(weight: Tensor, gradient: Tensor, kept: Tensor, first: Tensor, second: Tensor, numbers: AdamWStep) -> None:
+def update_weights(
+    weight: Tensor, gradient: Tensor, master_storage: Tensor, first: Tensor, second: Tensor, numbers: AdamWStep
+) -> None:
     """Move weights and moments one step on. Twin of torch's fused adamw; the gradient stays as it is.
 
     `kept` is the same tensor as `weight`, in float32, or what a `weight` in bfloat16 lacks of its master, in int16.
@@ -40,10 +42,10 @@ def update(weight: Tensor, gradient: Tensor, kept: Tensor, first: Tensor, second
     elements = weight.numel()
     if not elements:
         return
-    _step[(triton.cdiv(elements, BLOCK),)](
+    _update_kernel[(triton.cdiv(elements, BLOCK),)](
         weight,
         gradient,
-        kept,
+        master_storage,
         first,
         second,
         elements,
@@ -54,17 +56,17 @@ def update(weight: Tensor, gradient: Tensor, kept: Tensor, first: Tensor, second
         numbers.beta2,
         1 / math.sqrt(1 - numbers.beta2**numbers.step),
         numbers.epsilon,
-        kept.dtype is torch.int16,
+        master_storage.dtype is torch.int16,
         BLOCK,
         num_warps=WARPS,
     )
 
 
 @triton.jit
-def _step(
+def _update_kernel(
     weight,
     gradient,
-    kept,
+    master_storage,
     first,
     second,
     elements,
@@ -83,7 +85,9 @@ def _step(
     slope = tl.load(gradient + place, mask=is_here, other=0.0).to(tl.float32) * scale
     if is_split:
         upper = tl.load(weight + place, mask=is_here, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        value = (upper + tl.load(kept + place, mask=is_here, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+        value = (upper + tl.load(master_storage + place, mask=is_here, other=0).to(tl.int32)).to(
+            tl.float32, bitcast=True
+        )
     else:
         value = tl.load(weight + place, mask=is_here, other=0.0)
     value *= decay
@@ -100,6 +104,6 @@ def _step(
         bits = tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, bits, 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         tl.store(weight + place, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=is_here)
-        tl.store(kept + place, (bits - (upper << 16)).to(tl.int16), mask=is_here)
+        tl.store(master_storage + place, (bits - (upper << 16)).to(tl.int16), mask=is_here)
     else:
         tl.store(weight + place, value, mask=is_here)

@@ -45,31 +45,31 @@ CUT_LENGTH = 128
 WIDEST_PACKED_HEAD, PACKED_GENERATION = 256, 8
 
 
-def attended(
+def compute_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor | None:
-    """Twin of `attention.plain_attended` by the fastest kernel that takes it; None where none does."""
-    if flash_takes(q, v):
-        return flash_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
+    """Twin of `attention.plain_attention` by the fastest kernel that takes it; None where none does."""
+    if can_use_flash(q, v):
+        return flash_attention(q, k, v, documents, scale=scale, window=window, sinks=sinks)
     if sinks is not None:
         return None
-    if window is None and are_cut(documents):
-        return batch_attended(q, k, v, documents, scale=scale)
-    if torch_takes(q, v):
-        return torch_attended(q, k, v, documents, scale=scale, window=window)
-    if window is None and padding_pays(documents):
-        return padded_attended(q, k, v, documents, scale=scale)
+    if window is None and is_regular_batch(documents):
+        return batch_attention(q, k, v, documents, scale=scale)
+    if can_use_varlen(q, v):
+        return varlen_attention(q, k, v, documents, scale=scale, window=window)
+    if window is None and is_padding_cheap(documents):
+        return padded_attention(q, k, v, documents, scale=scale)
     return None
 
 
-def flash_takes(q: Tensor, v: Tensor) -> bool:
+def can_use_flash(q: Tensor, v: Tensor) -> bool:
     """Return whether flash-attn-4 is installed and supports this GPU, this precision and these heads."""
-    if find_spec("flash_attn") is None or _flash() is None:
+    if find_spec("flash_attn") is None or _load_flash() is None:
         return False
-    return flash_supports(q.dtype, (q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
+    return is_flash_supported(q.dtype, (q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
 
 
-def flash_supports(dtype: torch.dtype, heads: tuple[int, int], generation: int) -> bool:
+def is_flash_supported(dtype: torch.dtype, heads: tuple[int, int], generation: int) -> bool:
     """Return whether flash-attn-4 computes this on a GPU of this generation, and as reproducibly as torch has to."""
     # Its backward pass adds up the gradients of queries with atomics.
     if dtype not in (torch.bfloat16, torch.float16) or torch.are_deterministic_algorithms_enabled():
@@ -79,18 +79,18 @@ def flash_supports(dtype: torch.dtype, heads: tuple[int, int], generation: int) 
     )
 
 
-def flash_attended(
+def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Twin of `attention.plain_attended`."""
-    return packed_attended(_flash(), q, k, v, documents, scale=scale, window=window, sinks=sinks)
+    """Twin of `attention.plain_attention`."""
+    return packed_attention(_load_flash(), q, k, v, documents, scale=scale, window=window, sinks=sinks)
 
 
-def torch_takes(q: Tensor, v: Tensor) -> bool:
+def can_use_varlen(q: Tensor, v: Tensor) -> bool:
     """Return whether torch's own kernel for packed documents supports this torch, GPU, precision and these heads."""
     sizes = {q.shape[-1], v.shape[-1]}
     return (
-        _takes_grouped_heads()
+        _has_grouped_heads()
         and not torch.are_deterministic_algorithms_enabled()
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(q.device)[0] >= PACKED_GENERATION
@@ -99,14 +99,14 @@ def torch_takes(q: Tensor, v: Tensor) -> bool:
     )
 
 
-def torch_attended(
+def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, window: int | None
 ) -> Tensor:
-    """Twin of `attention.plain_attended` without sinks."""
-    return packed_attended(_torch_packed, q, k, v, documents, scale=scale, window=window, sinks=None)
+    """Twin of `attention.plain_attention` without sinks."""
+    return packed_attention(_call_varlen, q, k, v, documents, scale=scale, window=window, sinks=None)
 
 
-def _torch_packed(
+def _call_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,12 +138,12 @@ def _torch_packed(
 
 
 @cache
-def _takes_grouped_heads() -> bool:
+def _has_grouped_heads() -> bool:
     """Return whether this torch has it: 2.13 does, and 2.11 takes as many heads of keys as of queries alone."""
     return "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
-def packed_attended(
+def packed_attention(
     packed: Packed,
     q: Tensor,
     k: Tensor,
@@ -156,8 +156,14 @@ def packed_attended(
 ) -> Tensor:
     """By a kernel for packed sequences: each run of neighbouring tokens is one call over all its documents."""
     outputs = []
-    spans = documents.spans
-    parts = zip(q.split([span.queries for span in spans]), documents.held(), spans, documents.span_bounds, strict=True)
+    spans = documents.attention_spans
+    parts = zip(
+        q.split([span.total_queries for span in spans]),
+        documents.local_ranges(),
+        spans,
+        documents.span_bounds,
+        strict=True,
+    )
     for queries, (_, end), span, (cu_queries, cu_keys) in parts:
         output, _ = packed(
             queries,
@@ -176,38 +182,40 @@ def packed_attended(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def are_cut(documents: Documents) -> bool:
+def is_regular_batch(documents: Documents) -> bool:
     """Return whether documents are a batch as they lie there, of a shape that comes again and again."""
     lengths = documents.lengths
     return documents.context_size == 1 and len(set(lengths)) == 1 and lengths[0] % CUT_LENGTH == 0
 
 
-def padding_pays(documents: Documents) -> bool:
+def is_padding_cheap(documents: Documents) -> bool:
     """Return whether a batch of all documents, each as long as the longest, is little more than the row."""
     if documents.context_size > 1:
         return False
     return len(documents.lengths) * max(documents.lengths) <= PADDED_ROWS * documents.row_tokens
 
 
-def batch_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
-    """Twin of `attention.plain_attended` for documents of one length, without window and sinks; copies nothing."""
+def batch_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """Twin of `attention.plain_attention` for documents of one length, without window and sinks; copies nothing."""
     q, k, v = (x.unflatten(0, (len(documents.lengths), -1)).transpose(1, 2) for x in (q, k, v))
-    return _batched(q, k, v, FOR_FEW_SHAPES, scale).transpose(1, 2).flatten(0, 1)
+    return _attend_batch(q, k, v, FOR_FEW_SHAPES, scale).transpose(1, 2).flatten(0, 1)
 
 
-def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
-    """Twin of `attention.plain_attended` without window and sinks.
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """Twin of `attention.plain_attention` without window and sinks.
 
     Behind the end of a document no query looks: a causal mask hides it from every token of the document. Packed
     documents, and answers above all, have other lengths in each micro batch, and so has the batch of them.
     """
     lengths = list(documents.lengths)
     q, k, v = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
-    output = _batched(q, k, v, FOR_MANY_SHAPES, scale)
-    return torch.cat([one[:length] for one, length in zip(output.transpose(1, 2), lengths, strict=True)])
+    output = _attend_batch(q, k, v, FOR_MANY_SHAPES, scale)
+    return torch.cat(
+        [padded_output[:length] for padded_output, length in zip(output.transpose(1, 2), lengths, strict=True)]
+    )
 
 
-def _batched(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], scale: float) -> Tensor:
+def _attend_batch(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], scale: float) -> Tensor:
     # torch itself leaves out cuDNN where algorithms have to be deterministic, and has the others sum in one order.
     with sdpa_kernel(list(backends), set_priority=True):
         return functional.scaled_dot_product_attention(
@@ -216,7 +224,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], sc
 
 
 @cache
-def _flash() -> Any:
+def _load_flash() -> Any:
     try:
         return import_module("flash_attn.cute").flash_attn_varlen_func
     except ImportError as error:

@@ -10,41 +10,41 @@ from torch import Tensor
 BLOCK = 256
 
 
-def destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+def find_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Twin of `destinations.plain_destinations`."""
     chosen, (tokens, per_token) = chosen.contiguous(), chosen.shape
-    found = torch.empty_like(chosen)
+    destination_ranks = torch.empty_like(chosen)
     counts = torch.zeros(2, ranks, dtype=torch.int64, device=chosen.device)
     if chosen.numel():
-        tile = _tile(per_token)
-        _find[(triton.cdiv(tokens, tile[0]),)](
-            chosen, found, counts, tokens, per_token, experts, ranks, *tile, num_warps=4
+        tile = _choose_tile(per_token)
+        _destinations_kernel[(triton.cdiv(tokens, tile[0]),)](
+            chosen, destination_ranks, counts, tokens, per_token, experts, ranks, *tile, num_warps=4
         )
-    return found, counts
+    return destination_ranks, counts
 
 
-def choices_sent(chosen: Tensor, probabilities: Tensor, order: Tensor, experts: int) -> Tensor:
-    """Twin of `destinations.plain_choices_sent`."""
+def pack_choices(chosen: Tensor, probabilities: Tensor, order: Tensor, experts: int) -> Tensor:
+    """Twin of `destinations.plain_pack_choices`."""
     chosen, probabilities, per_token = chosen.contiguous(), probabilities.contiguous(), chosen.shape[1]
     both = probabilities.new_empty(len(order), 2 * per_token)
     if len(order):
-        tile = _tile(per_token)
-        _send[(triton.cdiv(len(order), tile[0]),)](
+        tile = _choose_tile(per_token)
+        _choices_kernel[(triton.cdiv(len(order), tile[0]),)](
             chosen, probabilities, order, both, len(order), per_token, experts, *tile, num_warps=4
         )
     return both
 
 
-def _tile(per_token: int) -> tuple[int, int]:
+def _choose_tile(per_token: int) -> tuple[int, int]:
     """Tokens or rows of one program, and places for the choices of each."""
     places = triton.next_power_of_2(per_token)
     return max(1, BLOCK // places), places
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _find(
+def _destinations_kernel(
     chosen,
-    found,
+    destination_ranks,
     counts,
     tokens,
     per_token: tl.constexpr,
@@ -61,17 +61,19 @@ def _find(
     is_later = tl.zeros((rows, places), tl.int1)
     for number in tl.static_range(per_token):
         # Of one choice: is it here, and is it earlier?
-        other = tl.load(chosen + token * per_token + number, mask=token < tokens, other=ranks * experts) // experts
-        is_later = is_later | ((other[:, None] == owner) & (number < place)[None, :])
+        earlier_owner = (
+            tl.load(chosen + token * per_token + number, mask=token < tokens, other=ranks * experts) // experts
+        )
+        is_later = is_later | ((earlier_owner[:, None] == owner) & (number < place)[None, :])
     rank = tl.where(is_later, ranks, owner)
-    tl.store(found + cell, rank, mask=inside)
-    one = tl.full((rows, places), 1, tl.int64)
-    tl.atomic_add(counts + rank, one, mask=inside & (rank < ranks))
-    tl.atomic_add(counts + ranks + owner, one, mask=inside & (owner < ranks))
+    tl.store(destination_ranks + cell, rank, mask=inside)
+    ones = tl.full((rows, places), 1, tl.int64)
+    tl.atomic_add(counts + rank, ones, mask=inside & (rank < ranks))
+    tl.atomic_add(counts + ranks + owner, ones, mask=inside & (owner < ranks))
 
 
 @triton.jit(do_not_specialize=["row_count"])
-def _send(
+def _choices_kernel(
     chosen,
     probabilities,
     order,
@@ -88,9 +90,9 @@ def _send(
     choice = tl.load(order + row, mask=row < row_count, other=0)
     owner = tl.load(chosen + choice, mask=row < row_count, other=0) // experts
     cell = (choice // per_token)[:, None] * per_token + place[None, :]
-    own = tl.load(chosen + cell, mask=inside, other=0) - (owner * experts)[:, None]
-    own = tl.where((own < 0) | (own > experts), experts, own)
+    local_numbers = tl.load(chosen + cell, mask=inside, other=0) - (owner * experts)[:, None]
+    local_numbers = tl.where((local_numbers < 0) | (local_numbers > experts), experts, local_numbers)
     values = tl.load(probabilities + cell, mask=inside, other=0.0)
-    into = both + row[:, None] * (2 * per_token) + place[None, :]
-    tl.store(into, values, mask=inside)
-    tl.store(into + per_token, own.to(both.dtype.element_ty), mask=inside)
+    target = both + row[:, None] * (2 * per_token) + place[None, :]
+    tl.store(target, values, mask=inside)
+    tl.store(target + per_token, local_numbers.to(both.dtype.element_ty), mask=inside)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from moejob_trainer.layers.gradient_sums import GradientSum, gradient_sum
+from moejob_trainer.layers.gradient_sums import GradientSum, find_gradient_sum
 
 TILE_ELEMENTS = 4096
 WIDEST = 16384
@@ -19,19 +19,19 @@ PARTS = 1056
 NARROW, NARROW_WARPS, WIDE_WARPS = 256, 2, 8
 
 
-def takes(x: Tensor) -> bool:
+def can_fit_row(x: Tensor) -> bool:
     """Return whether a row fits into one tile."""
     return x.shape[-1] <= WIDEST
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Twin of `norm.plain_rms_norm`."""
-    total = gradient_sum(weight) if isinstance(weight, nn.Parameter) else None
-    output: Tensor = _Norm.apply(x, weight, eps, total)
+    total = find_gradient_sum(weight) if isinstance(weight, nn.Parameter) else None
+    output: Tensor = _RMSNorm.apply(x, weight, eps, total)
     return output
 
 
-class _Norm(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, eps: float, total: GradientSum | None) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
@@ -40,8 +40,8 @@ class _Norm(torch.autograd.Function):
         context.save_for_backward(x, weight, scales)
         context.total = total
         if rows:
-            tile = _tile(x)
-            _forward[(triton.cdiv(rows, tile[0]),)](
+            tile = _choose_tile(x)
+            _forward_kernel[(triton.cdiv(rows, tile[0]),)](
                 x, weight, output, scales, rows, eps, x.shape[-1], *tile, num_warps=4
             )
         return output
@@ -49,31 +49,31 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scales = context.saved_tensors
-        rows, slope, tile = scales.shape[0], torch.empty_like(x), _tile(x)
+        rows, slope, tile = scales.shape[0], torch.empty_like(x), _choose_tile(x)
         parts = min(PARTS, triton.cdiv(rows, tile[0]))
         weight_slopes = torch.empty(parts, x.shape[-1], device=x.device, dtype=torch.float32)
         if rows:
             tensors = (x, weight, scales, gradient.contiguous(), slope, weight_slopes)
             warps = NARROW_WARPS if tile[1] <= NARROW else WIDE_WARPS
-            _backward[(parts,)](*tensors, rows, parts, x.shape[-1], *tile, num_warps=warps)
+            _backward_kernel[(parts,)](*tensors, rows, parts, x.shape[-1], *tile, num_warps=warps)
         return slope, _weight_gradient(weight_slopes.sum(0), weight, context.total), None, None
 
 
-def _weight_gradient(whole: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
+def _weight_gradient(wide_gradient: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
     """The wide gradient of a weight, added to its sum where there is one."""
     if total is None or total.is_new:
-        return whole.to(weight.dtype)
-    total.like(weight).add_(whole)
-    return total.added(weight)
+        return wide_gradient.to(weight.dtype)
+    total.target_for(weight).add_(wide_gradient)
+    return total.mark_added(weight)
 
 
-def _tile(x: Tensor) -> tuple[int, int]:
+def _choose_tile(x: Tensor) -> tuple[int, int]:
     columns = triton.next_power_of_2(x.shape[-1])
     return max(1, TILE_ELEMENTS // columns), columns
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _forward_kernel(
     x, weight, output, scales, rows, eps, width: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
@@ -88,7 +88,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def _backward(
+def _backward_kernel(
     x,
     weight,
     scales,

@@ -19,44 +19,46 @@ CHOICES = 128
 MOST_EXPERTS = 4096
 
 
-def orders(experts: Tensor, expert_count: int) -> bool:
-    """Return whether `ordered` takes as many choices and experts."""
+def can_order(experts: Tensor, expert_count: int) -> bool:
+    """Return whether `order_choices` takes as many choices and experts."""
     return experts.numel() > 0 and expert_count < MOST_EXPERTS
 
 
-def ordered(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Twin of `permutation.plain_ordered`."""
+def order_choices(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of `permutation.plain_order_choices`."""
     experts = experts.contiguous()
     choices = experts.numel()
     blocks = triton.cdiv(choices, CHOICES)
     counts = torch.empty(expert_count + 1, blocks, dtype=torch.int32, device=experts.device)
     width = triton.next_power_of_2(expert_count + 2)
-    _count[(blocks,)](experts, counts, choices, blocks, expert_count, width, CHOICES, num_warps=4)
+    _count_kernel[(blocks,)](experts, counts, choices, blocks, expert_count, width, CHOICES, num_warps=4)
     before = counts.view(-1).cumsum(0, dtype=torch.int32)
     order = torch.empty(choices, dtype=torch.int64, device=experts.device)
     inverse = torch.empty_like(experts, dtype=torch.int64)
     bounds = torch.empty(expert_count + 1, dtype=torch.int32, device=experts.device)
-    _place[(blocks,)](
+    _place_kernel[(blocks,)](
         experts, before, counts, order, inverse, bounds, choices, blocks, expert_count, width, CHOICES, num_warps=4
     )
     return order, inverse, bounds
 
 
-def row_sums(rows: Tensor, inverse: Tensor, into: Tensor | None = None) -> Tensor:
-    """Twin of `permutation.plain_row_sums`; the sums are written into contiguous memory where some is given."""
+def sum_rows(rows: Tensor, inverse: Tensor, target: Tensor | None = None) -> Tensor:
+    """Twin of `permutation.plain_sum_token_rows`; the sums are written into contiguous memory where some is given."""
     rows, inverse = rows.contiguous(), inverse.contiguous()
     (tokens, choices), width = inverse.shape, rows.shape[1]
-    sums = rows.new_empty(tokens, width) if into is None else into
+    sums = rows.new_empty(tokens, width) if target is None else target
     block = min(BLOCK, triton.next_power_of_2(width))
     if sums.numel():
-        _row_sums[(tokens, triton.cdiv(width, block))](
+        _sum_rows_kernel[(tokens, triton.cdiv(width, block))](
             rows, inverse, sums, rows.shape[0], width, choices, block, num_warps=8
         )
     return sums
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
-def _count(experts, counts, choices, blocks, expert_count: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+def _count_kernel(
+    experts, counts, choices, blocks, expert_count: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+):
     """Count the choices of each expert, and of none, in each block. counts [expert_count + 1, blocks]"""
     program = tl.program_id(0)
     choice = program * block + tl.arange(0, block)
@@ -67,7 +69,7 @@ def _count(experts, counts, choices, blocks, expert_count: tl.constexpr, width: 
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
-def _place(
+def _place_kernel(
     experts,
     before,
     counts,
@@ -104,7 +106,7 @@ def _place(
 
 
 @triton.jit(do_not_specialize=["row_count"])
-def _row_sums(rows, inverse, sums, row_count, width: tl.constexpr, choices: tl.constexpr, block: tl.constexpr):
+def _sum_rows_kernel(rows, inverse, sums, row_count, width: tl.constexpr, choices: tl.constexpr, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

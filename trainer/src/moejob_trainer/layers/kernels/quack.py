@@ -37,21 +37,21 @@ class Tiles:
     cluster_columns: int
 
 
-def generation(device: torch.device) -> int:
+def gpu_generation(device: torch.device) -> int:
     """9 for Hopper, 10 and 11 for Blackwell."""
     return torch.cuda.get_device_capability(device)[0]
 
 
-def takes(x: Tensor, dtype: torch.dtype) -> bool:
+def can_multiply_rows(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether rows like these are multiplied by quack-kernels here, where products are of this type."""
     # Its products have not been seen to give the same bits twice.
     if dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
         return False
-    return generation(x.device) in GENERATIONS
+    return gpu_generation(x.device) in GENERATIONS
 
 
 @cache
-def module(name: str, otherwise: str) -> Any:
+def load_module(name: str, otherwise: str) -> Any:
     """A module of quack-kernels; None without one that works here. otherwise: what is so then, for a warning."""
     if find_spec("quack") is None:
         return None
@@ -63,13 +63,13 @@ def module(name: str, otherwise: str) -> Any:
         return None
 
 
-def drawn(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+def draw_numbers(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Numbers of a small case, drawn beside the job's own random ones. bfloat16"""
     random = torch.Generator(device).manual_seed(1)
     return [torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16) for shape in shapes]
 
 
-def tried_bounds(device: torch.device) -> Tensor:
+def trial_bounds(device: torch.device) -> Tensor:
     """Bounds of the rows of each expert of a small case. int32"""
     return torch.tensor([*accumulate(TRIED_ROWS, initial=0)], device=device, dtype=torch.int32)
 
@@ -80,11 +80,11 @@ def exact_products(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat([part @ weight for part, weight in parts])
 
 
-def agrees(found: Tensor, exact: Tensor, otherwise: str) -> bool:
+def is_accurate(result: Tensor, exact: Tensor, otherwise: str) -> bool:
     """Return whether a result is near the exact one; warn if not. otherwise: what is so then."""
-    off = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    error = ((result.double() - exact).abs().max() / exact.abs().max()).item()
     # Nothing is less than `not a number`.
-    if off <= WITHIN[found.dtype]:
+    if error <= WITHIN[result.dtype]:
         return True
-    warnings.warn(f"quack-kernels is off by {off:.1e} on {found.device}, so {otherwise}", stacklevel=2)
+    warnings.warn(f"quack-kernels is off by {error:.1e} on {result.device}, so {otherwise}", stacklevel=2)
     return False

@@ -10,27 +10,27 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Twin of `rotary.plain_rotated`."""
-    turned: Tensor = _Rotated.apply(x, cos, sin, interleaved)
-    return turned
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Twin of `rotary.plain_rotate_heads`."""
+    rotated_heads: Tensor = _RotateHeads.apply(x, cos, sin, interleaved)
+    return rotated_heads
 
 
-class _Rotated(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         context.save_for_backward(cos, sin)
         context.interleaved = interleaved
-        return _turned(x, cos, sin, interleaved, backward=False)
+        return _launch_rotation(x, cos, sin, interleaved, backward=False)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = context.saved_tensors
-        return _turned(gradient, cos, sin, context.interleaved, backward=True), None, None, None
+        return _launch_rotation(gradient, cos, sin, context.interleaved, backward=True), None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backward: bool) -> Tensor:
+def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backward: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, heads, dim = x.shape
     output = x.new_empty(tokens, heads, dim)
@@ -38,14 +38,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backward:
     if output.numel():
         shape = (heads, dim, half, triton.next_power_of_2(heads), triton.next_power_of_2(half))
         tail = triton.next_power_of_2(max(dim - 2 * half, 1))
-        _turn[(tokens,)](
+        _rotation_kernel[(tokens,)](
             x, cos, sin, output, x.stride(0), x.stride(1), *shape, tail, interleaved, backward, num_warps=4
         )
     return output
 
 
 @triton.jit
-def _turn(
+def _rotation_kernel(
     x,
     cos,
     sin,
@@ -87,6 +87,6 @@ def _turn(
     tl.store(target + first_out[None, :], (first * c - second * s).to(output.dtype.element_ty), mask=inside)
     tl.store(target + second_out[None, :], (second * c + first * s).to(output.dtype.element_ty), mask=inside)
     if dim > 2 * half:
-        rest = 2 * half + tl.arange(0, tile_tail)
-        staying = (head < heads)[:, None] & (rest < dim)[None, :]
-        tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=staying), mask=staying)
+        tail_columns = 2 * half + tl.arange(0, tile_tail)
+        has_tail = (head < heads)[:, None] & (tail_columns < dim)[None, :]
+        tl.store(target + tail_columns[None, :], tl.load(source + tail_columns[None, :], mask=has_tail), mask=has_tail)

@@ -24,35 +24,37 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def parts(gradient: Tensor) -> Tensor:
+def split_gradient(gradient: Tensor) -> Tensor:
     """Cut a gradient of the logits into three blocks, of which it is the sum. float32 [t, E] -> bfloat16 [t, 3 E]"""
     tokens, experts = gradient.shape
-    cut = torch.empty(tokens, _PARTS * experts, dtype=torch.bfloat16, device=gradient.device)
+    split = torch.empty(tokens, _PARTS * experts, dtype=torch.bfloat16, device=gradient.device)
     if gradient.numel():
-        _cut[(triton.cdiv(gradient.numel(), BLOCK),)](gradient.contiguous(), cut, gradient.numel(), experts, BLOCK)
-    return cut
+        _split_kernel[(triton.cdiv(gradient.numel(), BLOCK),)](
+            gradient.contiguous(), split, gradient.numel(), experts, BLOCK
+        )
+    return split
 
 
-def input_gradient(cut: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(split: Tensor, weight: Tensor) -> Tensor:
     """Twin of `routing.plain_input_gradient`, of the parts of a gradient. [t, 3 E], [E, h] -> [t, h]"""
-    return torch.mm(cut, weight.repeat(_PARTS, 1))
+    return torch.mm(split, weight.repeat(_PARTS, 1))
 
 
-def weight_gradient(cut: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(split: Tensor, x: Tensor) -> Tensor:
     """Twin of `routing.plain_weight_gradient`, of the parts of a gradient. [t, 3 E], [t, h] -> [E, h]"""
-    products = torch.mm(cut.t(), x, out_dtype=torch.float32)
-    return products.view(_PARTS, cut.shape[1] // _PARTS, -1).sum(0).to(x.dtype)
+    products = torch.mm(split.t(), x, out_dtype=torch.float32)
+    return products.view(_PARTS, split.shape[1] // _PARTS, -1).sum(0).to(x.dtype)
 
 
-def routed(
+def route_tokens(
     logits: Tensor, per_token: int, scale: float, renormalized: bool, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Twin of `routing.plain_routed` for softmax, without groups and a bias. Of equal logits the first are chosen."""
-    found: tuple[Tensor, Tensor] = _Routed.apply(logits, per_token, scale, renormalized, chosen)
-    return found
+    """Twin of `routing.plain_route_tokens` for softmax, without groups and bias. Of equals the first are chosen."""
+    experts_and_weights: tuple[Tensor, Tensor] = _RouteTokens.apply(logits, per_token, scale, renormalized, chosen)
+    return experts_and_weights
 
 
-class _Routed(torch.autograd.Function):
+class _RouteTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, logits: Tensor, per_token: int, scale: float, renormalized: bool, chosen: Tensor | None
@@ -62,10 +64,10 @@ class _Routed(torch.autograd.Function):
         is_given = chosen is not None
         chosen = logits.new_empty(tokens, per_token, dtype=torch.int64) if chosen is None else chosen.contiguous()
         weights = logits.new_empty(tokens, per_token)
-        tile = _tile(experts, ROUTED_ELEMENTS)
+        tile = _choose_tile(experts, ROUTED_ELEMENTS)
         context.options = (per_token, experts, scale, renormalized, *tile)
         if tokens:
-            _route[(triton.cdiv(tokens, tile[0]),)](
+            _route_kernel[(triton.cdiv(tokens, tile[0]),)](
                 *(logits, chosen, weights, tokens, is_given, *context.options, triton.next_power_of_2(per_token)),
                 num_warps=4,
             )
@@ -80,13 +82,13 @@ class _Routed(torch.autograd.Function):
         tokens, experts = len(chosen), context.options[1]
         slope = weights.new_empty(tokens, experts)
         if tokens:
-            rows = _tile(experts, ROUTED_ELEMENTS)[0]
+            rows = _choose_tile(experts, ROUTED_ELEMENTS)[0]
             tensors = (weights if logits is None else logits, chosen, weights, gradient.contiguous(), slope)
-            _route_back[(triton.cdiv(tokens, rows),)](*tensors, tokens, *context.options, num_warps=4)
+            _route_backward_kernel[(triton.cdiv(tokens, rows),)](*tensors, tokens, *context.options, num_warps=4)
         return slope, None, None, None, None
 
 
-def _tile(experts: int, elements: int) -> tuple[int, int]:
+def _choose_tile(experts: int, elements: int) -> tuple[int, int]:
     """Tokens, and columns for their logits, of one program that holds as many elements."""
     columns = triton.next_power_of_2(experts)
     return max(1, elements // columns), columns
@@ -102,9 +104,9 @@ def document_counts(
         choices, per_token = experts.numel(), experts.shape[1]
         # What is not there is not read.
         of_tokens = (experts if segments is None else segments, experts if counted is None else counted)
-        given = (segments is not None, counted is not None)
-        _count[(triton.cdiv(choices, BLOCK),)](
-            experts, *of_tokens, counts, choices, per_token, expert_count, *given, BLOCK
+        has_inputs = (segments is not None, counted is not None)
+        _count_kernel[(triton.cdiv(choices, BLOCK),)](
+            experts, *of_tokens, counts, choices, per_token, expert_count, *has_inputs, BLOCK
         )
     return counts
 
@@ -116,28 +118,30 @@ def entropy_sums(logits: Tensor, counted: Tensor | None, *, smallest: float | No
     """
     logits = logits.contiguous()
     tokens, experts = logits.shape
-    tile = _tile(experts, TILE_ELEMENTS)
+    tile = _choose_tile(experts, TILE_ELEMENTS)
     sums = logits.new_empty(triton.cdiv(tokens, tile[0]))
     if len(sums):
         flags = (counted is not None, smallest is not None, smallest or 0.0)
-        _entropies[(len(sums),)](logits, logits if counted is None else counted, sums, tokens, experts, *flags, *tile)
+        _entropy_kernel[(len(sums),)](
+            logits, logits if counted is None else counted, sums, tokens, experts, *flags, *tile
+        )
     return sums
 
 
 @triton.jit(do_not_specialize=["elements"])
-def _cut(gradient, cut, elements, experts: tl.constexpr, block: tl.constexpr):
+def _split_kernel(gradient, split, elements, experts: tl.constexpr, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < elements
-    rest = tl.load(gradient + place, mask=inside, other=0.0)
-    into = cut + place // experts * (3 * experts) + place % experts
+    remainder = tl.load(gradient + place, mask=inside, other=0.0)
+    target = split + place // experts * (3 * experts) + place % experts
     for part in tl.static_range(3):
-        narrow = rest.to(tl.bfloat16)
-        tl.store(into + part * experts, narrow, mask=inside)
-        rest -= narrow.to(tl.float32)
+        narrow = remainder.to(tl.bfloat16)
+        tl.store(target + part * experts, narrow, mask=inside)
+        remainder -= narrow.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route(
+def _route_kernel(
     logits,
     chosen,
     weights,
@@ -157,29 +161,31 @@ def _route(
     is_token, is_expert = token < tokens, (column < experts)[None, :]
     values = tl.load(logits + token[:, None] * experts + column[None, :], mask=is_token[:, None] & is_expert, other=0.0)
     values = tl.where(is_expert, values, float("-inf"))
-    left = values
-    found = tl.full((rows, places), float("-inf"), tl.float32)
+    candidates = values
+    chosen_logits = tl.full((rows, places), float("-inf"), tl.float32)
     for number in tl.static_range(per_token):
         if is_given:
             expert = tl.load(chosen + token * per_token + number, mask=is_token, other=0).to(tl.int32)
         else:
             # Where logits are no numbers it is any, but one that there is.
-            expert = tl.minimum(tl.argmax(left, 1).to(tl.int32), experts - 1)
+            expert = tl.minimum(tl.argmax(candidates, 1).to(tl.int32), experts - 1)
             tl.store(chosen + token * per_token + number, expert.to(tl.int64), mask=is_token)
-        is_it = column[None, :] == expert[:, None]
-        left = tl.where(is_it, float("-inf"), left)
-        found = tl.where(place[None, :] == number, tl.sum(tl.where(is_it, values, 0.0), 1)[:, None], found)
+        is_chosen = column[None, :] == expert[:, None]
+        candidates = tl.where(is_chosen, float("-inf"), candidates)
+        chosen_logits = tl.where(
+            place[None, :] == number, tl.sum(tl.where(is_chosen, values, 0.0), 1)[:, None], chosen_logits
+        )
     # Chosen logits that are given may all be far below the largest.
-    among = found if renormalized else values
+    among = chosen_logits if renormalized else values
     peak = tl.max(among, 1)
     total = tl.sum(tl.exp(among - peak[:, None]), 1)
-    shares = tl.exp(found - peak[:, None]) / total[:, None] * scale
+    shares = tl.exp(chosen_logits - peak[:, None]) / total[:, None] * scale
     inside = is_token[:, None] & (place < per_token)[None, :]
     tl.store(weights + token[:, None] * per_token + place[None, :], shares, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route_back(
+def _route_backward_kernel(
     logits,
     chosen,
     weights,
@@ -198,28 +204,30 @@ def _route_back(
     column = tl.arange(0, columns)
     is_token = token < tokens
     inside = is_token[:, None] & (column < experts)[None, :]
-    own = tl.zeros((rows, columns), tl.float32)
-    lost = tl.zeros((rows,), tl.float32)
+    chosen_slopes = tl.zeros((rows, columns), tl.float32)
+    shared_loss = tl.zeros((rows,), tl.float32)
     picked = tl.zeros((rows, columns), tl.float32)
     for number in tl.static_range(per_token):
         expert = tl.load(chosen + token * per_token + number, mask=is_token, other=0).to(tl.int32)
         weight = tl.load(weights + token * per_token + number, mask=is_token, other=0.0)
         slope_of = tl.load(gradient + token * per_token + number, mask=is_token, other=0.0)
-        is_it = column[None, :] == expert[:, None]
-        own = tl.where(is_it, (weight * slope_of)[:, None], own)
-        picked = tl.where(is_it, weight[:, None], picked)
-        lost += weight * slope_of
+        is_chosen = column[None, :] == expert[:, None]
+        chosen_slopes = tl.where(is_chosen, (weight * slope_of)[:, None], chosen_slopes)
+        picked = tl.where(is_chosen, weight[:, None], picked)
+        shared_loss += weight * slope_of
     if renormalized:
         shares = picked / scale
     else:
         values = tl.load(logits + token[:, None] * experts + column[None, :], mask=inside, other=float("-inf"))
         exponents = tl.exp(values - tl.max(tl.where(is_token[:, None], values, 0.0), 1)[:, None])
         shares = exponents / tl.where(is_token, tl.sum(exponents, 1), 1.0)[:, None]
-    tl.store(slope + token[:, None] * experts + column[None, :], own - shares * lost[:, None], mask=inside)
+    tl.store(
+        slope + token[:, None] * experts + column[None, :], chosen_slopes - shares * shared_loss[:, None], mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=["choices"])
-def _count(
+def _count_kernel(
     experts,
     segments,
     counted,
@@ -245,7 +253,7 @@ def _count(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _entropies(
+def _entropy_kernel(
     logits,
     counted,
     sums,

@@ -10,18 +10,18 @@ from torch import Tensor
 BLOCK, WARPS = 2048, 8
 
 
-def add_both(total: Tensor, one: Tensor, other: Tensor) -> None:
+def add_both(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add two to a total, in float32 and rounded once. Twin of `total.add_(one + other)`; all are flat."""
     elements = total.numel()
     if elements:
-        _add_both[(triton.cdiv(elements, BLOCK),)](total, one, other, elements, BLOCK, num_warps=WARPS)
+        _add_both_kernel[(triton.cdiv(elements, BLOCK),)](total, first, second, elements, BLOCK, num_warps=WARPS)
 
 
 @triton.jit
-def _add_both(total, one, other, elements, block: tl.constexpr):
+def _add_both_kernel(total, first, second, elements, block: tl.constexpr):
     # A matrix of experts may have more than 2^31 elements.
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     exists = place < elements
-    found = tl.load(one + place, exists).to(tl.float32) + tl.load(other + place, exists).to(tl.float32)
-    found += tl.load(total + place, exists).to(tl.float32)
-    tl.store(total + place, found.to(total.dtype.element_ty), exists)
+    result = tl.load(first + place, exists).to(tl.float32) + tl.load(second + place, exists).to(tl.float32)
+    result += tl.load(total + place, exists).to(tl.float32)
+    tl.store(total + place, result.to(total.dtype.element_ty), exists)

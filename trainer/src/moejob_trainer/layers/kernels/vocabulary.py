@@ -10,47 +10,47 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moejob_trainer.layers.vocabulary import Tokens
+    from moejob_trainer.layers.vocabulary import TokenTerms
 
 BLOCK = 4096
 
 
-def takes(logits: Tensor) -> bool:
+def can_take_logits(logits: Tensor) -> bool:
     """Return whether float32 loses none of their digits."""
     return logits.dtype is torch.float32
 
 
-def statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
+def compute_statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
     """Twin of `vocabulary.plain_statistics`; logits stay as they are."""
     tokens, words = logits.shape
-    found = logits.new_empty(4, tokens)
+    sums = logits.new_empty(4, tokens)
     if tokens:
-        tensors = (logits.contiguous(), places.contiguous(), found)
-        _statistics[(tokens,)](*tensors, tokens, words, existing, 1 / temperature, BLOCK, num_warps=8)
-    return found
+        tensors = (logits.contiguous(), places.contiguous(), sums)
+        _statistics_kernel[(tokens,)](*tensors, tokens, words, existing, 1 / temperature, BLOCK, num_warps=8)
+    return sums
 
 
-def slope(
+def compute_slope(
     logits: Tensor,
-    of: Tokens,
+    terms: TokenTerms,
     existing: int,
     temperature: float,
     dtype: torch.dtype,
-    room: Tensor | None = None,
+    slope_memory: Tensor | None = None,
 ) -> Tensor:
     """Twin of `vocabulary.plain_slope`; in `room`, or else in place where logits have that `dtype`."""
     tokens, words = logits.shape
     logits = logits.contiguous()
-    output = room
+    output = slope_memory
     if output is None:
         output = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
     if logits.numel():
         # Without a gradient of entropy its two rows are not read.
-        uncertainty = (of.normaliser, of.gradient) if of.uncertainty is None else of.uncertainty
-        rows = (row.contiguous() for row in (of.places, of.normaliser, of.gradient, *uncertainty))
+        uncertainty = (terms.normaliser, terms.gradient) if terms.uncertainty is None else terms.uncertainty
+        rows = (row.contiguous() for row in (terms.places, terms.normaliser, terms.gradient, *uncertainty))
         grid = (tokens, triton.cdiv(words, BLOCK))
-        learns_entropy = of.uncertainty is not None
-        _slope[grid](logits, *rows, output, words, existing, 1 / temperature, learns_entropy, BLOCK, num_warps=8)
+        learns_entropy = terms.uncertainty is not None
+        _slope_kernel[grid](logits, *rows, output, words, existing, 1 / temperature, learns_entropy, BLOCK, num_warps=8)
     return output
 
 
@@ -58,7 +58,7 @@ def slope(
 
 
 @triton.jit(do_not_specialize=["tokens", "existing"])
-def _statistics(logits, places, found, tokens, words, existing, factor, block: tl.constexpr):
+def _statistics_kernel(logits, places, sums, tokens, words, existing, factor, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * words
     largest = -float("inf")
@@ -77,14 +77,14 @@ def _statistics(logits, places, found, tokens, words, existing, factor, block: t
         largest = larger
     place = tl.load(places + token)
     label_logit = tl.load(row + place, mask=(place >= 0) & (place < existing), other=0.0) * factor
-    tl.store(found + token, largest)
-    tl.store(found + tokens + token, tl.sum(total, 0))
-    tl.store(found + 2 * tokens + token, tl.sum(weighted, 0))
-    tl.store(found + 3 * tokens + token, label_logit)
+    tl.store(sums + token, largest)
+    tl.store(sums + tokens + token, tl.sum(total, 0))
+    tl.store(sums + 2 * tokens + token, tl.sum(weighted, 0))
+    tl.store(sums + 3 * tokens + token, label_logit)
 
 
 @triton.jit(do_not_specialize=["existing"])
-def _slope(
+def _slope_kernel(
     logits,
     places,
     normaliser,

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from moejob_api.job.grpo import Advantage
+from moejob_api.job.grpo import AdvantageEstimator
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -21,48 +21,55 @@ Floats = npt.NDArray[np.floating[Any]]
 EPSILON = 1e-4
 
 
-def advantages(kind: Advantage, rewards: Floats, answers: Sequence[Floats]) -> list[Floats]:
+def compute_advantages(kind: AdvantageEstimator, rewards: Floats, token_rewards: Sequence[Floats]) -> list[Floats]:
     """Return the advantage of each token of each answer.
 
     rewards [groups, members] belong to whole answers. The second array of each answer, in the same order, has a reward
     of each token, such as a KL penalty: [tokens], zeros where there is none.
     """
-    lengths = [len(answer) for answer in answers]
-    whole = rewards.astype(np.float64) + np.array([answer.sum() for answer in answers]).reshape(rewards.shape)
+    lengths = [len(values) for values in token_rewards]
+    answer_rewards = rewards.astype(np.float64) + np.array([answer.sum() for answer in token_rewards]).reshape(
+        rewards.shape
+    )
     match kind:
-        case Advantage.GRPO:
-            return _spread(_normalised(whole), lengths)
-        case Advantage.DR_GRPO:
-            return _spread(_centred(whole), lengths)
-        case Advantage.RLOO:
-            members = whole.shape[1]
-            return _spread(_centred(whole) * members / (members - 1), lengths)
-        case Advantage.REINFORCE_PLUS_PLUS:
-            return _whitened([last + _to_go(own) for last, own in zip(rewards.flatten(), answers, strict=True)])
+        case AdvantageEstimator.GRPO:
+            return _spread_over_tokens(_normalise_rewards(answer_rewards), lengths)
+        case AdvantageEstimator.DR_GRPO:
+            return _spread_over_tokens(_centre_rewards(answer_rewards), lengths)
+        case AdvantageEstimator.RLOO:
+            members = answer_rewards.shape[1]
+            return _spread_over_tokens(_centre_rewards(answer_rewards) * members / (members - 1), lengths)
+        case AdvantageEstimator.REINFORCE_PLUS_PLUS:
+            return _whiten_values(
+                [
+                    answer_reward + _rewards_to_go(token_values)
+                    for answer_reward, token_values in zip(rewards.flatten(), token_rewards, strict=True)
+                ]
+            )
         case _:
             assert_never(kind)
 
 
-def _centred(rewards: Floats) -> Floats:
-    found: Floats = rewards - rewards.mean(1, keepdims=True)
-    return found
+def _centre_rewards(rewards: Floats) -> Floats:
+    centred: Floats = rewards - rewards.mean(1, keepdims=True)
+    return centred
 
 
-def _normalised(rewards: Floats) -> Floats:
-    found: Floats = _centred(rewards) / (rewards.std(1, ddof=1, keepdims=True) + EPSILON)
-    return found
+def _normalise_rewards(rewards: Floats) -> Floats:
+    normalised: Floats = _centre_rewards(rewards) / (rewards.std(1, ddof=1, keepdims=True) + EPSILON)
+    return normalised
 
 
-def _spread(values: Floats, lengths: Sequence[int]) -> list[Floats]:
+def _spread_over_tokens(values: Floats, lengths: Sequence[int]) -> list[Floats]:
     return [np.full(length, value) for value, length in zip(values.flatten(), lengths, strict=True)]
 
 
-def _to_go(own: Floats) -> Floats:
+def _rewards_to_go(token_rewards: Floats) -> Floats:
     """Return for each token its own reward and those of all tokens behind it."""
-    return own.astype(np.float64)[::-1].cumsum()[::-1]
+    return token_rewards.astype(np.float64)[::-1].cumsum()[::-1]
 
 
-def _whitened(values: Sequence[Floats]) -> list[Floats]:
+def _whiten_values(values: Sequence[Floats]) -> list[Floats]:
     """Return values of mean 0 and deviation 1 over all tokens of the step: REINFORCE++ has no baseline of a group."""
-    every = np.concatenate(values)
-    return [(value - every.mean()) / (every.std() + EPSILON) for value in values]
+    all_values = np.concatenate(values)
+    return [(value - all_values.mean()) / (all_values.std() + EPSILON) for value in values]

@@ -30,20 +30,20 @@ class TokenWeights:
     scale: float = 1.0
 
 
-def weights(
+def compute_token_weights(
     aggregation: LossAggregation, lengths: Sequence[int], groups: Sequence[int], max_new_tokens: int
 ) -> TokenWeights:
     """Return the weights of an update's answers, given their tokens (0: left out) and the groups they belong to."""
     tokens = np.asarray(lengths, np.float64)
-    shared = np.maximum(tokens, 1)
+    divisors = np.maximum(tokens, 1)
     match aggregation:
         case LossAggregation.TOKEN:
             return TokenWeights(np.ones_like(tokens))
         case LossAggregation.SEQUENCE:
-            return TokenWeights(1 / shared)
+            return TokenWeights(1 / divisors)
         case LossAggregation.GROUP:
-            _, number = np.unique(np.asarray(groups), return_inverse=True)
-            return TokenWeights(1 / np.maximum(np.bincount(number, tokens), 1)[number])
+            _, group_index = np.unique(np.asarray(groups), return_inverse=True)
+            return TokenWeights(1 / np.maximum(np.bincount(group_index, tokens), 1)[group_index])
         case LossAggregation.CONSTANT:
             return TokenWeights(np.ones_like(tokens), float(tokens.sum()) / (len(tokens) * max_new_tokens))
         case _:

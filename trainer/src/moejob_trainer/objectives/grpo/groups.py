@@ -15,14 +15,14 @@ Booleans = npt.NDArray[np.bool_]
 
 def has_signal(rewards: Floats) -> Booleans:
     """Return the groups whose rewards differ; in all others every advantage is 0. [groups, members] -> [groups]"""
-    found: Booleans = np.ptp(rewards, axis=1) > 0
-    return found
+    differs: Booleans = np.ptp(rewards, axis=1) > 0
+    return differs
 
 
-def is_complete(rewards: Floats) -> Booleans:
+def has_all_rewards(rewards: Floats) -> Booleans:
     """Return the groups with a reward for every answer; a failed reward is NaN. [groups, members] -> [groups]"""
-    found: Booleans = np.isfinite(rewards.sum(axis=1))
-    return found
+    is_rewarded: Booleans = np.isfinite(rewards.sum(axis=1))
+    return is_rewarded
 
 
 def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: OverlongAnswers) -> Floats:
@@ -30,6 +30,6 @@ def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int,
 
     With maxNewTokens 100, penaltyTokens 20 and penalty 1: 0 up to 80 tokens, -0.5 at 90, -1 at 100 (DAPO).
     """
-    beyond = np.clip(lengths - (max_new_tokens - settings.penalty_tokens), 0, settings.penalty_tokens)
-    found: Floats = -settings.penalty * beyond / settings.penalty_tokens
-    return found
+    excess_tokens = np.clip(lengths - (max_new_tokens - settings.penalty_tokens), 0, settings.penalty_tokens)
+    penalties: Floats = -settings.penalty * excess_tokens / settings.penalty_tokens
+    return penalties

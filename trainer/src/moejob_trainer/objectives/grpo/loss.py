@@ -8,12 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from moejob_api.job.grpo import Grpo, KlTarget
-from moejob_trainer.objectives.grpo.kl import divergence
-from moejob_trainer.objectives.grpo.loss_mask import Answers, answers
+from moejob_trainer.objectives.grpo.kl import estimate_kl
+from moejob_trainer.objectives.grpo.loss_mask import LossMask, build_loss_mask
 from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
-from moejob_trainer.objectives.grpo.policy_loss import Clipping, clipped_high, clipped_low, policy_loss
+from moejob_trainer.objectives.grpo.policy_loss import Clipping, is_clipped_high, is_clipped_low, policy_loss
 from moejob_trainer.objectives.grpo.ratios import log_ratios
-from moejob_trainer.training.interface import LossTerms, Mean, TokenOutputs
+from moejob_trainer.training.interface import LossTerms, TokenOutputs, WeightedMean
 from moejob_trainer.training.micro_batch import MicroBatch
 
 # Extras of a document that the loss reads: an advantage and log-probabilities of each token, and one factor of the
@@ -23,42 +23,47 @@ ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE = "advantage", "engine", "old", "refere
 
 def grpo_loss(grpo: Grpo, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
     """Return the weighted sum of the losses of the answers' tokens."""
-    own, clipping = answers(batch), Clipping(grpo.clip_low, grpo.clip_high, grpo.dual_clip)
+    loss_mask, clipping = build_loss_mask(batch), Clipping(grpo.clip_low, grpo.clip_high, grpo.dual_clip)
     # Prompts are masked first: a ratio that overflows there would make the gradient of the whole answer NaN.
-    new, old = own.only(outputs.log_probabilities), own.only(sampled_with(outputs, batch))
-    advantages = own.only(batch.extras[ADVANTAGE])
-    ratios = log_ratios(grpo.importance, new, old, own)
+    new, old = (
+        loss_mask.mask_values(outputs.log_probabilities),
+        loss_mask.mask_values(old_log_probabilities(outputs, batch)),
+    )
+    advantages = loss_mask.mask_values(batch.extras[ADVANTAGE])
+    ratios = log_ratios(grpo.importance, new, old, loss_mask)
     losses = policy_loss(grpo.policy_loss, ratios, new, advantages, clipping)
     means = {
         "entropy": outputs.entropy,
-        "clipLow": clipped_low(ratios.detach(), advantages, clipping),
-        "clipHigh": clipped_high(ratios.detach(), advantages, clipping),
-        "mismatchMean": mismatch(outputs, batch),
+        "clipLow": is_clipped_low(ratios.detach(), advantages, clipping),
+        "clipHigh": is_clipped_high(ratios.detach(), advantages, clipping),
+        "mismatchMean": engine_mismatch(outputs, batch),
     }
     if grpo.mismatch is not None:
-        means["mismatchWeight"] = mismatch_weights(grpo.mismatch, old, own.only(batch.extras[ENGINE]), own)
+        means["mismatchWeight"] = mismatch_weights(
+            grpo.mismatch, old, loss_mask.mask_values(batch.extras[ENGINE]), loss_mask
+        )
         losses = losses * means["mismatchWeight"]
     if REFERENCE in batch.extras:
-        means["kl"] = divergence(grpo.kl.kind, new, own.only(batch.extras[REFERENCE]))
+        means["kl"] = estimate_kl(grpo.kl.kind, new, loss_mask.mask_values(batch.extras[REFERENCE]))
         if grpo.kl.apply_to is KlTarget.LOSS:
             losses = losses + grpo.kl.coefficient * means["kl"]
     if grpo.entropy_coefficient > 0:
-        losses = losses - grpo.entropy_coefficient * own.only(outputs.entropy)
-    scales = own.of_tokens(batch.extras[SCALE])
-    total = own.only(losses * batch.weights * scales).sum()
-    return LossTerms(total, {name: _mean(values, own) for name, values in means.items()})
+        losses = losses - grpo.entropy_coefficient * loss_mask.mask_values(outputs.entropy)
+    scales = loss_mask.expand_to_tokens(batch.extras[SCALE])
+    total = loss_mask.mask_values(losses * batch.weights * scales).sum()
+    return LossTerms(total, {name: _masked_mean(values, loss_mask) for name, values in means.items()})
 
 
-def sampled_with(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
+def old_log_probabilities(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
     """Return the trainer's log-probabilities by the weights that sampled the answers. [T]"""
     return batch.extras.get(OLD, outputs.log_probabilities.detach())
 
 
-def mismatch(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
+def engine_mismatch(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
     """Return |log-probability of the trainer - of the engine|, both by the weights that sampled the answers. [T]"""
-    return (sampled_with(outputs, batch) - batch.extras[ENGINE]).abs()
+    return (old_log_probabilities(outputs, batch) - batch.extras[ENGINE]).abs()
 
 
-def _mean(values: Tensor, own: Answers) -> Mean:
+def _masked_mean(values: Tensor, loss_mask: LossMask) -> WeightedMean:
     """Return the mean over all tokens of answers, whatever their weights."""
-    return Mean(own.only(values.detach()).sum(), own.mask.sum())
+    return WeightedMean(loss_mask.mask_values(values.detach()).sum(), loss_mask.mask.sum())

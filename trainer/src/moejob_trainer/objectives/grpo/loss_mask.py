@@ -17,35 +17,37 @@ from moejob_trainer.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answers:
+class LossMask:
     """The tokens that carry loss weight, among prompts and padding."""
 
     # bool [T]: the label is a token of an answer that counts.
     mask: Tensor
     # int64 [T]: number of the document.
-    owner: Tensor
-    count: int
+    document_of_token: Tensor
+    document_count: int
 
-    def only(self, values: Tensor) -> Tensor:
+    def mask_values(self, values: Tensor) -> Tensor:
         """Return values in answers and 0 elsewhere, even where a value is infinite; the gradient there is 0 too. [T]"""
         return torch.where(self.mask, values, 0)
 
-    def sums(self, values: Tensor) -> Tensor:
+    def document_sums(self, values: Tensor) -> Tensor:
         """Return the sum over the answer's tokens of each document. [T] -> [D]"""
-        zeros = torch.zeros(self.count, dtype=values.dtype, device=values.device)
-        return zeros.index_add(0, self.owner, self.only(values))
+        zeros = torch.zeros(self.document_count, dtype=values.dtype, device=values.device)
+        return zeros.index_add(0, self.document_of_token, self.mask_values(values))
 
-    def means(self, values: Tensor) -> Tensor:
+    def document_means(self, values: Tensor) -> Tensor:
         """Return the mean over the answer's tokens of each document, 0 where there are none. [T] -> [D]"""
-        return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
+        return self.document_sums(values) / self.document_sums(torch.ones_like(values)).clamp(min=1)
 
-    def of_tokens(self, values: Tensor) -> Tensor:
+    def expand_to_tokens(self, values: Tensor) -> Tensor:
         """Repeat the value of each document for each of its tokens. [D] -> [T]"""
-        return values[self.owner]
+        return values[self.document_of_token]
 
 
-def answers(batch: MicroBatch) -> Answers:
+def build_loss_mask(batch: MicroBatch) -> LossMask:
     """Return the mask of a micro batch: the tokens that carry weight."""
     lengths = batch.cu_lengths.diff().to(torch.int64)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(batch.weights.device, non_blocking=True)
-    return Answers(batch.weights > 0, owner, len(lengths))
+    document_of_token = (
+        torch.arange(len(lengths)).repeat_interleave(lengths).to(batch.weights.device, non_blocking=True)
+    )
+    return LossMask(batch.weights > 0, document_of_token, len(lengths))

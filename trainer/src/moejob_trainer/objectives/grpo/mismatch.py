@@ -11,16 +11,16 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from moejob_api.job.grpo import Importance, Mismatch, MismatchMode
-from moejob_trainer.objectives.grpo.loss_mask import Answers
+from moejob_api.job.grpo import ImportanceLevel, MismatchCorrection, MismatchMode
+from moejob_trainer.objectives.grpo.loss_mask import LossMask
 
 
-def mismatch_weights(settings: Mismatch, trainer: Tensor, engine: Tensor, answers: Answers) -> Tensor:
+def mismatch_weights(settings: MismatchCorrection, trainer: Tensor, engine: Tensor, loss_mask: LossMask) -> Tensor:
     """Return the weight of each token, from log-probabilities of the version that sampled it; no gradient. [T]
 
     Sequence: every token has the product over its answer.
     """
-    weights = _log_weights(settings.level, (trainer - engine).detach(), answers).exp()
+    weights = _log_weights(settings.level, (trainer - engine).detach(), loss_mask).exp()
     match settings.mode:
         case MismatchMode.TRUNCATE:
             return weights.clamp(max=settings.maximum)
@@ -31,11 +31,11 @@ def mismatch_weights(settings: Mismatch, trainer: Tensor, engine: Tensor, answer
             assert_never(settings.mode)
 
 
-def _log_weights(level: Importance, ratios: Tensor, answers: Answers) -> Tensor:
+def _log_weights(level: ImportanceLevel, ratios: Tensor, loss_mask: LossMask) -> Tensor:
     match level:
-        case Importance.TOKEN:
+        case ImportanceLevel.TOKEN:
             return ratios
-        case Importance.SEQUENCE:
-            return answers.of_tokens(answers.sums(ratios))
+        case ImportanceLevel.SEQUENCE:
+            return loss_mask.expand_to_tokens(loss_mask.document_sums(ratios))
         case _:
             assert_never(level)

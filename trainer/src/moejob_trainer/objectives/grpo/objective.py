@@ -47,15 +47,15 @@ import numpy as np
 import torch
 
 from moejob_api.job.grpo import Grpo, KlTarget
-from moejob_trainer.data.packing import BatchPlan, batch_of_rank
+from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo import rollout_batch
-from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
-from moejob_trainer.objectives.grpo.loss_mask import answers
-from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.rollout_batch import Experience
-from moejob_trainer.objectives.grpo.step_record import StepLearning, StepRecorder
+from moejob_trainer.objectives.grpo.loss import engine_mismatch, grpo_loss
+from moejob_trainer.objectives.grpo.loss_mask import build_loss_mask
+from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
+from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
+from moejob_trainer.objectives.grpo.step_record import ComputedStep, StepRecorder
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
@@ -66,20 +66,20 @@ _PUBLICATIONS = 5
 _GENERATE, _LEARN = "generateSeconds", "learnSeconds"
 
 
-class Rollouts(Protocol):
+class RolloutSource(Protocol):
     """Rank 0's source of rollouts, which knows engines, prompts and rewards.
 
     A method that asks engines returns None once they have lost the weights. The caller publishes the weights again and
     calls the method again, which keeps the answers that it already has.
     """
 
-    def collect(self, step: int) -> Experience | None:
+    def collect_rollouts(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step."""
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Return the numbers of an evaluation."""
 
-    def learned(self, step: int, advantages: Sequence[float]) -> None:
+    def log_samples(self, step: int, advantages: Sequence[float]) -> None:
         """Note the mean advantage of each answer's tokens."""
 
     def metrics(self) -> Mapping[str, float]:
@@ -107,92 +107,92 @@ class GrpoSettings:
 class StepServices:
     """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting` beats while a rank waits."""
 
-    peers: Peers
+    peers: PeerRanks
     publisher: WeightPublisher
-    rollouts: Rollouts | None
-    waiting: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
+    rollouts: RolloutSource | None
+    waiting_heartbeat: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
     recorder: StepRecorder | None = None
 
 
 @dataclass(slots=True)
-class Phases:
+class PhaseTimes:
     """Seconds of each phase of a step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         """Add the time inside to a phase."""
-        begun = time.monotonic()
+        began_at = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began_at
 
 
 class GroupRelativePolicyOptimization:
     """The objective."""
 
-    def __init__(self, settings: GrpoSettings, parts: StepServices) -> None:
-        self.settings, self.parts, self._grpo = settings, parts, settings.grpo
-        self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0, 0.0)
+    def __init__(self, settings: GrpoSettings, services: StepServices) -> None:
+        self.settings, self.services, self._grpo = settings, services, settings.grpo
+        self._phases, self._sync = PhaseTimes(), SyncReport(0, 0.0, 0, 0.0, 0.0, 0.0)
         # The largest mismatch on this rank in the step. It stays on the device: reading it would wait for the GPU.
         self._mismatch: torch.Tensor | None = None
         # Tokens that went through the updates of the step, on all ranks.
         self._tokens = 0
         self._metrics: Mapping[str, float] = {}
-        self._learning: StepLearning | None = None
+        self._computed_step: ComputedStep | None = None
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:
         """Yield this data rank's micro batches of each update."""
-        self._phases, self._mismatch, self._tokens = Phases(), None, 0
-        collected = self._collected(step, engine)
-        with self._phases.timed("outputsSeconds"):
-            old, reference = self._outputs(collected, engine)
-        learned = rollout_batch.learned(self._grpo, collected, old, reference)
-        self._note(step, collected, learned)
-        self._learning = StepLearning(collected, learned, old, reference)
-        extras = rollout_batch.extras(collected, learned, old, reference)
-        seed, parts = (self.settings.seed, step), self.settings.updates
-        is_learned = False
-        for members in rollout_batch.updates(len(collected.rewards), self._grpo, parts, seed):
-            documents = rollout_batch.documents(self._grpo, collected, members, extras)
+        self._phases, self._mismatch, self._tokens = PhaseTimes(), None, 0
+        batch = self._collect_batch(step, engine)
+        with self._phases.time_phase("outputsSeconds"):
+            old, reference = self._compute_log_probabilities(batch, engine)
+        advantages = rollout_batch.compute_token_advantages(self._grpo, batch, old, reference)
+        self._log_samples(step, batch, advantages)
+        self._computed_step = ComputedStep(batch, advantages, old, reference)
+        loss_inputs = rollout_batch.build_loss_inputs(batch, advantages, old, reference)
+        seed, update_count = (self.settings.seed, step), self.settings.updates
+        has_update = False
+        for members in rollout_batch.plan_updates(len(batch.rewards), self._grpo, update_count, seed):
+            documents = rollout_batch.build_documents(self._grpo, batch, members, loss_inputs)
             # overlong.filter may leave an update without any weight; an optimizer step on it would still move weights.
             if any(document.loss_weight for document in documents):
-                is_learned = True
-                self._learning.updates.append(members)
+                has_update = True
+                self._computed_step.updates.append(members)
                 self._tokens += sum(len(document.tokens) for document in documents)
-                with self._phases.timed(_LEARN):
-                    yield batch_of_rank(documents, self.settings.plan, self.parts.peers.data.rank)
-        if not is_learned:
+                with self._phases.time_phase(_LEARN):
+                    yield build_rank_batch(documents, self.settings.plan, self.services.peers.data.rank)
+        if not has_update:
             raise BadConfiguration(
-                f"step {step + 1} has {len(collected.rewards)} answers and none has an end, so overlong.filter leaves "
+                f"step {step + 1} has {len(batch.rewards)} answers and none has an end, so overlong.filter leaves "
                 "nothing to learn from; raise maxNewTokens, or set overlong.filter: false"
             )
-        self._measure()
+        self._update_metrics()
 
-    def record(self, step: int, results: Sequence[UpdateResult]) -> None:
+    def record_step(self, step: int, results: Sequence[UpdateResult]) -> None:
         """Record a step under its number in the step log once its updates are made, where the job asks for it."""
-        if self.parts.recorder is not None and self._learning is not None:
-            self.parts.recorder.record(step, self._learning, results)
-        self._learning = None
+        if self.services.recorder is not None and self._computed_step is not None:
+            self.services.recorder.record_step(step, self._computed_step, results)
+        self._computed_step = None
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         """Return the weighted sum of a micro batch's losses."""
         with torch.no_grad():
-            largest = mismatch(outputs, batch).where(answers(batch).mask, 0).amax()
+            largest = engine_mismatch(outputs, batch).where(build_loss_mask(batch).mask, 0).amax()
             self._mismatch = largest if self._mismatch is None else torch.maximum(self._mismatch, largest)
         return grpo_loss(self._grpo, outputs, batch)
 
     def evaluate(self, step: int, engine: TrainingEngine) -> Mapping[str, float]:
         """Return the metrics of the evaluation data, generated with the weights of that step."""
-        rollouts = self.parts.rollouts
-        with self.parts.waiting(step):
-            self._published(step, engine)
-            found = self._asked(step, engine, None if rollouts is None else rollouts.evaluate)
-            self.parts.publisher.release()
+        rollouts = self.services.rollouts
+        with self.services.waiting_heartbeat(step):
+            self._publish_weights(step, engine)
+            metrics = self._ask_engines(step, engine, None if rollouts is None else rollouts.evaluate)
+            self.services.publisher.release()
         # Rank 0 alone reports the numbers; the other ranks have only waited.
-        return {} if found is None else found
+        return {} if metrics is None else metrics
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last step, without those of its updates."""
@@ -204,53 +204,57 @@ class GroupRelativePolicyOptimization:
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the place in the prompts, which rank 0 alone knows."""
-        return {} if self.parts.rollouts is None else self.parts.rollouts.state_dict()
+        return {} if self.services.rollouts is None else self.services.rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue behind the last prompt that engines answered."""
-        if self.parts.rollouts is not None:
-            self.parts.rollouts.load_state_dict(state)
+        if self.services.rollouts is not None:
+            self.services.rollouts.load_state_dict(state)
 
-    def _collected(self, step: int, engine: TrainingEngine) -> Experience:
-        rollouts = self.parts.rollouts
+    def _collect_batch(self, step: int, engine: TrainingEngine) -> RolloutBatch:
+        rollouts = self.services.rollouts
         # Heartbeats continue, however long engines and rewards take: a rank that waits does not hang.
-        with self.parts.waiting(step):
-            with self._phases.timed("syncSeconds"):
-                self._sync = self._published(step, engine)
-            with self._phases.timed(_GENERATE):
-                found = self._asked(step, engine, None if rollouts is None else partial(rollouts.collect, step))
-                arrays = self.parts.peers.broadcast(None if found is None else arrays_of(found))
-            with self._phases.timed("releaseSeconds"):
-                self.parts.publisher.release()
-        return Experience(**arrays)
+        with self.services.waiting_heartbeat(step):
+            with self._phases.time_phase("syncSeconds"):
+                self._sync = self._publish_weights(step, engine)
+            with self._phases.time_phase(_GENERATE):
+                batch = self._ask_engines(
+                    step, engine, None if rollouts is None else partial(rollouts.collect_rollouts, step)
+                )
+                arrays = self.services.peers.broadcast_arrays(None if batch is None else batch_arrays(batch))
+            with self._phases.time_phase("releaseSeconds"):
+                self.services.publisher.release()
+        return RolloutBatch(**arrays)
 
-    def _asked(self, step: int, engine: TrainingEngine, ask: Callable[[], T | None] | None) -> T | None:
+    def _ask_engines(self, step: int, engine: TrainingEngine, request: Callable[[], T | None] | None) -> T | None:
         """Return the reply of engines on rank 0, None elsewhere; publish the weights again when engines lose them."""
-        while not self.parts.peers.agreed((found := None if ask is None else ask()) is not None):
-            self._tell(f"no engine has the weights of step {step} any more; they are given to them again")
-            self.parts.publisher.release()
-            self._sync = self._published(step, engine)
-        return found
+        while not self.services.peers.broadcast_flag((reply := None if request is None else request()) is not None):
+            self._log_line(f"no engine has the weights of step {step} any more; they are given to them again")
+            self.services.publisher.release()
+            self._sync = self._publish_weights(step, engine)
+        return reply
 
-    def _published(self, step: int, engine: TrainingEngine) -> SyncReport:
-        publisher, have_been_wrong = self.parts.publisher, False
+    def _publish_weights(self, step: int, engine: TrainingEngine) -> SyncReport:
+        publisher, were_wrong = self.services.publisher, False
         for _ in range(_PUBLICATIONS - 1):
             try:
-                return publisher.publish(step, engine.weights(publisher.stacked_elements))
+                return publisher.publish(step, engine.export_weights(publisher.stacked_elements))
             except (EnginesLost, WrongWeights) as failure:
                 # Two wrong publications in a row are no accident, and another start of the job would repeat them.
-                if isinstance(failure, WrongWeights) and have_been_wrong:
+                if isinstance(failure, WrongWeights) and were_wrong:
                     raise
-                have_been_wrong |= isinstance(failure, WrongWeights)
-                self._tell(f"the weights of step {step} are published once more: {failure}")
+                were_wrong |= isinstance(failure, WrongWeights)
+                self._log_line(f"the weights of step {step} are published once more: {failure}")
             publisher.release()
-        return publisher.publish(step, engine.weights(publisher.stacked_elements))
+        return publisher.publish(step, engine.export_weights(publisher.stacked_elements))
 
-    def _tell(self, line: str) -> None:
-        if self.parts.peers.is_first:
+    def _log_line(self, line: str) -> None:
+        if self.services.peers.is_first:
             to_stderr(line)
 
-    def _outputs(self, collected: Experience, engine: TrainingEngine) -> tuple[Array | None, Array | None]:
+    def _compute_log_probabilities(
+        self, batch: RolloutBatch, engine: TrainingEngine
+    ) -> tuple[Array | None, Array | None]:
         """Return the log-probabilities of all tokens by trainer and reference model, None where not needed."""
         kl, share = self._grpo.kl, None
         needs_old = self.settings.updates * self._grpo.epochs_per_step > 1 or (
@@ -258,30 +262,34 @@ class GroupRelativePolicyOptimization:
         )
         old = reference = None
         if needs_old or kl.coefficient > 0:
-            share = rollout_batch.own(collected, self.settings.plan, self.parts.peers.data.rank)
+            share = rollout_batch.build_rollout_share(batch, self.settings.plan, self.services.peers.data.rank)
         if share is not None and needs_old:
-            old = self.parts.peers.sum(share.placed(engine.outputs(share.batches)))
+            old = self.services.peers.sum_over_ranks(
+                share.gather_log_probabilities(engine.compute_outputs(share.batches))
+            )
         if share is not None and kl.coefficient > 0:
-            reference = self.parts.peers.sum(share.placed(engine.reference_outputs(share.batches)))
+            reference = self.services.peers.sum_over_ranks(
+                share.gather_log_probabilities(engine.compute_reference_outputs(share.batches))
+            )
         return old, reference
 
-    def _note(self, step: int, collected: Experience, learned: Sequence[Array]) -> None:
-        if self.parts.rollouts is not None:
-            masks = collected.cut(collected.mask)
-            means = [float(value[mask > 0].mean()) for value, mask in zip(learned, masks, strict=True)]
-            self.parts.rollouts.learned(step, means)
+    def _log_samples(self, step: int, batch: RolloutBatch, advantages: Sequence[Array]) -> None:
+        if self.services.rollouts is not None:
+            masks = batch.split_by_rollout(batch.mask)
+            means = [float(value[mask > 0].mean()) for value, mask in zip(advantages, masks, strict=True)]
+            self.services.rollouts.log_samples(step, means)
 
-    def _measure(self) -> None:
+    def _update_metrics(self) -> None:
         """Gather the metrics of the step on all ranks: only last pipeline stages have measured mismatches."""
-        largest = self.parts.peers.maximum(0.0 if self._mismatch is None else float(self._mismatch))
-        told = {} if self.parts.rollouts is None else dict(self.parts.rollouts.metrics())
+        largest = self.services.peers.max_over_ranks(0.0 if self._mismatch is None else float(self._mismatch))
+        rollout_metrics = {} if self.services.rollouts is None else dict(self.services.rollouts.metrics())
         seconds = self._phases.seconds
-        if "generatedTokens" in told:
-            told["generationTokensPerSecond"] = told["generatedTokens"] / seconds[_GENERATE]
+        if "generatedTokens" in rollout_metrics:
+            rollout_metrics["generationTokensPerSecond"] = rollout_metrics["generatedTokens"] / seconds[_GENERATE]
         self._metrics = {
-            **told,
+            **rollout_metrics,
             "trainingTokensPerSecond": self._tokens / seconds[_LEARN],
-            **{name: round(took, 6) for name, took in seconds.items()},
+            **{name: round(phase_seconds, 6) for name, phase_seconds in seconds.items()},
             "mismatchMaximum": largest,
             "syncBytes": float(self._sync.size_bytes),
             "probeMean": self._sync.probe_mean,
@@ -290,6 +298,6 @@ class GroupRelativePolicyOptimization:
         }
 
 
-def arrays_of(collected: Experience) -> dict[str, Array]:
+def batch_arrays(batch: RolloutBatch) -> dict[str, Array]:
     """Return the arrays of a step by name."""
-    return {name: values for name, values in vars(collected).items() if isinstance(values, np.ndarray)}
+    return {name: values for name, values in vars(batch).items() if isinstance(values, np.ndarray)}

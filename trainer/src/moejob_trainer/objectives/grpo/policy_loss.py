@@ -32,7 +32,7 @@ def policy_loss(
     """Return the loss of each token. [T]"""
     match kind:
         case PolicyLoss.CLIP:
-            return _clipped(log_ratios.exp(), advantages, clipping)
+            return _clipped_surrogate_loss(log_ratios.exp(), advantages, clipping)
         case PolicyLoss.CISPO:
             weights = log_ratios.detach().exp().clamp(1 - clipping.low, 1 + clipping.high)
             return -weights * advantages * log_probabilities
@@ -40,19 +40,19 @@ def policy_loss(
             assert_never(kind)
 
 
-def _clipped(ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    within = ratios.clamp(1 - clipping.low, 1 + clipping.high)
-    surrogate = torch.minimum(ratios * advantages, within * advantages)
+def _clipped_surrogate_loss(ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
+    clipped_ratios = ratios.clamp(1 - clipping.low, 1 + clipping.high)
+    surrogate = torch.minimum(ratios * advantages, clipped_ratios * advantages)
     if clipping.dual is None:
         return -surrogate
     return -torch.where(advantages < 0, torch.maximum(surrogate, clipping.dual * advantages), surrogate)
 
 
-def clipped_low(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
+def is_clipped_low(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
     """Return the tokens that would be made even less likely, had they not been clipped. bool [T]"""
     return (log_ratios.exp() < 1 - clipping.low) & (advantages < 0)
 
 
-def clipped_high(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
+def is_clipped_high(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
     """Return the tokens that would be made even likelier, had they not been clipped. bool [T]"""
     return (log_ratios.exp() > 1 + clipping.high) & (advantages > 0)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moejob_trainer.distributed import messages
-from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.collectives import sum_over_group
 from moejob_trainer.distributed.encoding import BOOLEAN, Array
 from moejob_trainer.distributed.groups import ALONE, Group
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerRanks:
     """The ranks of a run. Every rank calls the same methods in the same order."""
 
     rank: int = 0
@@ -31,20 +31,20 @@ class Peers:
         """Return whether this rank speaks for all."""
         return self.rank == 0
 
-    def agreed(self, is_so: bool) -> bool:
+    def broadcast_flag(self, flag: bool) -> bool:
         """Return rank 0's flag on every rank."""
-        return messages.broadcast(is_so, BOOLEAN, self.control)
+        return messages.broadcast_value(flag, BOOLEAN, self.control)
 
-    def broadcast(self, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:
+    def broadcast_arrays(self, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:
         """Return rank 0's arrays on every rank."""
         return messages.broadcast_arrays(arrays, self.control)
 
-    def sum(self, values: Tensor) -> Array:
+    def sum_over_ranks(self, values: Tensor) -> Array:
         """Return the sum over the ranks that see other documents."""
-        found: Array = total(values.to(self.device), self.data).cpu().numpy()
-        return found
+        sums: Array = sum_over_group(values.to(self.device), self.data).cpu().numpy()
+        return sums
 
-    def maximum(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """Return the largest value of all ranks."""
         if self.control is None:
             return value

@@ -6,11 +6,11 @@ from typing import assert_never
 
 from torch import Tensor
 
-from moejob_api.job.grpo import Importance
-from moejob_trainer.objectives.grpo.loss_mask import Answers
+from moejob_api.job.grpo import ImportanceLevel
+from moejob_trainer.objectives.grpo.loss_mask import LossMask
 
 
-def log_ratios(level: Importance, new: Tensor, old: Tensor, answers: Answers) -> Tensor:
+def log_ratios(level: ImportanceLevel, new: Tensor, old: Tensor, loss_mask: LossMask) -> Tensor:
     """Return the logarithm of each token's ratio of probabilities, new to old. [T]
 
     Sequence (GSPO): every token has the ratio of its answer to the power of 1 / its length, which is the mean of the
@@ -18,9 +18,9 @@ def log_ratios(level: Importance, new: Tensor, old: Tensor, answers: Answers) ->
     """
     ratios = new - old
     match level:
-        case Importance.TOKEN:
+        case ImportanceLevel.TOKEN:
             return ratios
-        case Importance.SEQUENCE:
-            return answers.of_tokens(answers.means(ratios))
+        case ImportanceLevel.SEQUENCE:
+            return loss_mask.expand_to_tokens(loss_mask.document_means(ratios))
         case _:
             assert_never(level)

@@ -32,7 +32,7 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class Rollout:
     """The spans of one conversation; truncated where the last one reached maxNewTokens before its end."""
 
     spans: tuple[TokenSpan, ...]
@@ -56,9 +56,11 @@ class Trajectory:
         return np.concatenate([span.log_probabilities for span in self.spans])
 
 
-def rollout(answer: Answer) -> Trajectory:
+def build_rollout(answer: Answer) -> Rollout:
     """Return the rollout of one prompt and its answer."""
     prompt = answer.request.prompt
-    asked = TokenSpan(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
-    said = TokenSpan(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
-    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH, answer.routing)
+    prompt_span = TokenSpan(
+        Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32)
+    )
+    answer_span = TokenSpan(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
+    return Rollout((prompt_span, answer_span), answer.finish_reason is FinishReason.LENGTH, answer.routing)

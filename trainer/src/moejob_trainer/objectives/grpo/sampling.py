@@ -17,11 +17,11 @@ import numpy as np
 
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
-from moejob_trainer.data.shuffling import mixed
-from moejob_trainer.objectives.grpo.groups import has_signal, is_complete, overlong_penalty
+from moejob_trainer.data.shuffling import mix_keys
+from moejob_trainer.objectives.grpo.groups import has_all_rewards, has_signal, overlong_penalty
 from moejob_trainer.rewards.completion import Completion
-from moejob_trainer.rewards.scorer import Score, Scorer
-from moejob_trainer.rollouts.interface import Answer, Generator, Request, Sampling
+from moejob_trainer.rewards.scorer import CompletionScore, Scorer
+from moejob_trainer.rollouts.interface import Answer, AnswerGenerator, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class ScoredAnswer:
 
     answer: Answer
     text: str
-    score: Score
+    score: CompletionScore
     # The weighted sum of rewards, less the penalty of an overlong answer.
     reward: float
     # When the answer arrived, before it was scored; by the monotonic clock.
@@ -51,8 +51,8 @@ class AnswerGroup:
 
     def without_routing(self) -> AnswerGroup:
         """Return the same answers without the experts of their tokens."""
-        kept = (replace(each, answer=replace(each.answer, routing=None)) for each in self.answers)
-        return replace(self, answers=tuple(kept))
+        answers = (replace(answer, answer=replace(answer.answer, routing=None)) for answer in self.answers)
+        return replace(self, answers=tuple(answers))
 
 
 class LeftOutReason(StrEnum):
@@ -71,7 +71,7 @@ class LeftOutGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class SampledGroups:
     """The groups of a step, and the groups that it leaves out, with the reasons."""
 
     groups: tuple[AnswerGroup, ...]
@@ -83,77 +83,92 @@ class Sampled:
     tokens: int = 0
     # Seconds in which all answers had arrived and rewards were still computed.
     reward_seconds: float = 0.0
-    left_out: tuple[LeftOutGroup, ...] = ()
+    left_out_groups: tuple[LeftOutGroup, ...] = ()
 
-    def without_routing(self) -> Sampled:
+    def without_routing(self) -> SampledGroups:
         """Return the same answers without the experts of their tokens."""
         return replace(self, groups=tuple(group.without_routing() for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class GroupSampler:
     """Samples answers from a generator and scores them. `decode` makes the text of an answer, without its end."""
 
-    generator: Generator
+    generator: AnswerGenerator
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
     seed: int
     # The event loop in which the scorer was started; None: it has not been started.
     runner: asyncio.Runner | None = None
 
-    async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> AnswerGroup:
+    async def sample_group(
+        self, prompt: NumberedPrompt, members: int, params: SamplingParams, grpo: Grpo
+    ) -> AnswerGroup:
         """Return the answers of all members to a prompt; equal seeds and weights give equal answers."""
-        asked = (self._answered(prompt, member, sampling, grpo) for member in range(members))
-        return AnswerGroup(prompt, tuple(await asyncio.gather(*asked)))
+        sampled_answers = (self._sample_answer(prompt, member, params, grpo) for member in range(members))
+        return AnswerGroup(prompt, tuple(await asyncio.gather(*sampled_answers)))
 
-    async def _answered(self, prompt: NumberedPrompt, member: int, sampling: Sampling, grpo: Grpo) -> ScoredAnswer:
+    async def _sample_answer(
+        self, prompt: NumberedPrompt, member: int, params: SamplingParams, grpo: Grpo
+    ) -> ScoredAnswer:
         tokens = np.asarray(prompt.prompt.tokens, np.int32)
-        request = Request(prompt.number, member, tokens, mixed(self.seed, prompt.number, member) % 2**31)
-        answer = await self.generator.generate(request, sampling)
+        request = GenerationRequest(prompt.number, member, tokens, mix_keys(self.seed, prompt.number, member) % 2**31)
+        answer = await self.generator.generate(request, params)
         answered_at = time.monotonic()
-        text = self.decode([token for token in answer.tokens.tolist() if token not in sampling.stop_tokens])
+        text = self.decode([token for token in answer.tokens.tolist() if token not in params.stop_tokens])
         completion = Completion(
-            *(prompt.prompt.text, text, len(answer.tokens), sampling.max_new_tokens),
+            *(prompt.prompt.text, text, len(answer.tokens), params.max_new_tokens),
             *(prompt.prompt.fields, prompt.prompt.messages),
         )
-        score = await self.scorer.score(completion)
-        penalty = overlong_penalty(np.array([len(answer.tokens)]), sampling.max_new_tokens, grpo.overlong)
+        score = await self.scorer.score_completion(completion)
+        penalty = overlong_penalty(np.array([len(answer.tokens)]), params.max_new_tokens, grpo.overlong)
         return ScoredAnswer(answer, text, score, score.total + float(penalty[0]), answered_at)
 
 
-async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Sampling) -> Sampled:
+async def sample_groups(
+    sampler: GroupSampler, prompts: PromptLoader, grpo: Grpo, params: SamplingParams
+) -> SampledGroups:
     """Return the groups of a step.
 
     With dynamic sampling, groups without signal are replaced until promptsPerStep have one or overSampling is reached;
     then those without fill the step. A prompt is drawn only when it is sent: no drawn prompt is thrown away.
     """
-    most = grpo.prompts_per_step
+    most_prompts = grpo.prompts_per_step
     if grpo.dynamic_sampling is not None:
-        most = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
-    kept: list[AnswerGroup] = []
-    silent: list[AnswerGroup] = []
-    failed: list[AnswerGroup] = []
-    asked = tokens = 0
+        most_prompts = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
+    chosen_groups: list[AnswerGroup] = []
+    flat_groups: list[AnswerGroup] = []
+    failed_groups: list[AnswerGroup] = []
+    prompt_count = tokens = 0
     reward_seconds = 0.0
-    while len(kept) < grpo.prompts_per_step and asked < most:
-        drawn = prompts.next_prompts(min(grpo.prompts_per_step - len(kept), most - asked))
-        asked += len(drawn)
-        groups = await asyncio.gather(*(asker.group(each, grpo.group_size, sampling, grpo) for each in drawn))
-        every = [answer for group in groups for answer in group.answers]
-        tokens += sum(len(answer.answer.tokens) for answer in every)
-        reward_seconds += time.monotonic() - max(answer.answered_at for answer in every)
+    while len(chosen_groups) < grpo.prompts_per_step and prompt_count < most_prompts:
+        new_prompts = prompts.next_prompts(min(grpo.prompts_per_step - len(chosen_groups), most_prompts - prompt_count))
+        prompt_count += len(new_prompts)
+        groups = await asyncio.gather(
+            *(sampler.sample_group(prompt, grpo.group_size, params, grpo) for prompt in new_prompts)
+        )
+        new_answers = [answer for group in groups for answer in group.answers]
+        tokens += sum(len(answer.answer.tokens) for answer in new_answers)
+        reward_seconds += time.monotonic() - max(answer.answered_at for answer in new_answers)
         for group in groups:
             rewards = np.array([group.rewards])
-            if not is_complete(rewards)[0]:
-                failed.append(group)
+            if not has_all_rewards(rewards)[0]:
+                failed_groups.append(group)
             elif grpo.dynamic_sampling is None or has_signal(rewards)[0]:
-                kept.append(group)
+                chosen_groups.append(group)
             else:
-                silent.append(group)
-    room = grpo.prompts_per_step - len(kept)
-    fill, replaced = silent[:room], silent[room:]
-    left_out = (
-        *(LeftOutGroup(group.without_routing(), LeftOutReason.REWARD_FAILED) for group in failed),
-        *(LeftOutGroup(group.without_routing(), LeftOutReason.NO_SIGNAL) for group in replaced),
+                flat_groups.append(group)
+    missing_count = grpo.prompts_per_step - len(chosen_groups)
+    filling_groups, replaced_groups = flat_groups[:missing_count], flat_groups[missing_count:]
+    left_out_groups = (
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.REWARD_FAILED) for group in failed_groups),
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.NO_SIGNAL) for group in replaced_groups),
     )
-    return Sampled((*kept, *fill), len(failed), len(replaced), tokens, reward_seconds, left_out)
+    return SampledGroups(
+        (*chosen_groups, *filling_groups),
+        len(failed_groups),
+        len(replaced_groups),
+        tokens,
+        reward_seconds,
+        left_out_groups,
+    )

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from moejob_trainer.objectives.grpo.groups import has_signal
-from moejob_trainer.objectives.grpo.sampling import AnswerGroup, Sampled
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, SampledGroups
 from moejob_trainer.rollouts.interface import FinishReason
 
 
-def of_rewards(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
+def reward_metrics(sampled: SampledGroups, names: Sequence[str]) -> dict[str, float]:
     """Return the numbers of a step's rewards and answers."""
     rewards = np.array([group.rewards for group in sampled.groups])
     answers = [answer for group in sampled.groups for answer in group.answers]
@@ -36,37 +36,38 @@ def of_rewards(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
     }
 
 
-def of_versions(groups: Sequence[AnswerGroup], version: int) -> dict[str, float]:
+def version_metrics(groups: Sequence[AnswerGroup], version: int) -> dict[str, float]:
     """Return the published version of the weights, and its distance from the version of the oldest token."""
     oldest = min(int(answer.answer.versions.min()) for group in groups for answer in group.answers)
     return {"version": float(version), "staleness": float(version - oldest)}
 
 
-def of_evaluation(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
     """Return mean@k and pass@k: of k answers the mean reward, and the share of prompts of which one is right.
 
     An answer is right when every reward that counts for it (a positive weight in `names`) is at least 1. A prompt with
     a failed reward counts in neither.
     """
-    complete = [group for group in groups if np.isfinite(group.rewards).all()]
-    if not complete:
+    complete_groups = [group for group in groups if np.isfinite(group.rewards).all()]
+    if not complete_groups:
         return {"evalFailed": float(len(groups))}
-    k = len(complete[0].answers)
-    counted = [name for name, weight in names.items() if weight > 0]
-    passed = [
-        any(all(answer.score.parts[name] >= 1 for name in counted) for answer in group.answers) for group in complete
+    k = len(complete_groups[0].answers)
+    counted_names = [name for name, weight in names.items() if weight > 0]
+    has_right_answer = [
+        any(all(answer.score.parts[name] >= 1 for name in counted_names) for answer in group.answers)
+        for group in complete_groups
     ]
     return {
-        f"evalMean@{k}": float(np.mean([group.rewards for group in complete])),
-        f"evalPass@{k}": float(np.mean(passed)),
-        "evalFailed": float(len(groups) - len(complete)),
+        f"evalMean@{k}": float(np.mean([group.rewards for group in complete_groups])),
+        f"evalPass@{k}": float(np.mean(has_right_answer)),
+        "evalFailed": float(len(groups) - len(complete_groups)),
     }
 
 
-def sample_lines(sampled: Sampled, advantages: Sequence[float], step: int, most: int) -> Iterator[str]:
+def sample_lines(sampled: SampledGroups, advantages: Sequence[float], step: int, most_lines: int) -> Iterator[str]:
     """Return a JSON line for each answer of whole groups, up to `most`; `step` as in the step log."""
-    flat = [(group, answer) for group in sampled.groups for answer in group.answers]
-    for (group, answer), advantage in list(zip(flat, advantages, strict=True))[:most]:
+    scored_answers = [(group, answer) for group in sampled.groups for answer in group.answers]
+    for (group, answer), advantage in list(zip(scored_answers, advantages, strict=True))[:most_lines]:
         line: dict[str, Any] = {
             "step": step,
             "group": group.prompt.number,

@@ -21,10 +21,10 @@ from safetensors.numpy import save
 
 from moejob_api.derived import RECORDED_STEPS
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.objectives.grpo.rollout_batch import Experience
-from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, Sampled, ScoredAnswer
+from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, SampledGroups, ScoredAnswer
 from moejob_trainer.rollouts.interface import FinishReason
-from moejob_trainer.runtime.disk import Disk, explained, replace
+from moejob_trainer.runtime.disk import Disk, explain_failure, replace_file
 from moejob_trainer.training import UpdateResult
 
 FOLDER, FORMAT = "tokens", "moejob-grpo-step-1"
@@ -34,10 +34,10 @@ _NAME = re.compile(r"step-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepLearning:
+class ComputedStep:
     """The trainer's numbers of the answers of a step, and its updates."""
 
-    experience: Experience
+    batch: RolloutBatch
     # Of each token of each rollout.
     advantages: Sequence[Array]
     # Log-probabilities of all tokens, of the version that answered and of the reference model. [T]
@@ -53,44 +53,44 @@ class StepRecorder:
 
     folder: Path
     settings: Mapping[str, str]
-    sampled: Callable[[], Sampled]
+    sampled: Callable[[], SampledGroups]
 
-    def record(self, step: int, learning: StepLearning, results: Sequence[UpdateResult]) -> None:
+    def record_step(self, step: int, computed: ComputedStep, results: Sequence[UpdateResult]) -> None:
         """Write a step under the number of its line in the step log."""
         sampled = self.sampled()
-        content = save(step_arrays(sampled, learning, results), self._facts(step, sampled))
+        content = save(step_arrays(sampled, computed, results), self._file_metadata(step, sampled))
         folder, disk = self.folder / FOLDER, Disk()
-        with explained("recording the tokens of a step", folder):
+        with explain_failure("recording the tokens of a step", folder):
             disk.make_folder(folder)
-            replace(disk, folder / f"step-{step}.safetensors", content)
+            replace_file(disk, folder / f"step-{step}.safetensors", content)
             for path in outdated_records(folder.iterdir(), step):
                 disk.remove(path)
 
-    def _facts(self, step: int, sampled: Sampled) -> dict[str, str]:
+    def _file_metadata(self, step: int, sampled: SampledGroups) -> dict[str, str]:
         names = [*sampled.groups[0].answers[0].score.parts]
-        said = {"outcomes": json.dumps(OUTCOMES), "rewardNames": json.dumps(names)}
-        return {"format": FORMAT, "step": str(step), **said, **self.settings}
+        labels = {"outcomes": json.dumps(OUTCOMES), "rewardNames": json.dumps(names)}
+        return {"format": FORMAT, "step": str(step), **labels, **self.settings}
 
 
 def outdated_records(paths: Iterator[Path], step: int) -> list[Path]:
     """Return the files of steps that are too old to keep."""
-    named = ((path, _NAME.fullmatch(path.name)) for path in paths)
-    return [path for path, found in named if found and int(found[1]) <= step - RECORDED_STEPS]
+    name_matches = ((path, _NAME.fullmatch(path.name)) for path in paths)
+    return [path for path, name_match in name_matches if name_match and int(name_match[1]) <= step - RECORDED_STEPS]
 
 
 def step_arrays(
-    sampled: Sampled, learning: StepLearning, results: Sequence[UpdateResult]
+    sampled: SampledGroups, computed: ComputedStep, results: Sequence[UpdateResult]
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of a step by name: trained groups first, in the order of their rollouts."""
-    groups = [*sampled.groups, *(each.group for each in sampled.left_out)]
-    outcomes = [0] * len(sampled.groups) + [OUTCOMES.index(each.reason) for each in sampled.left_out]
+    groups = [*sampled.groups, *(left_out_group.group for left_out_group in sampled.left_out_groups)]
+    outcomes = [0] * len(sampled.groups) + [OUTCOMES.index(each.reason) for each in sampled.left_out_groups]
     return {
         "group.outcome": np.array(outcomes, np.uint8),
         **_group_arrays(groups),
         **_answer_arrays(groups),
         **_token_arrays([answer for group in groups for answer in group.answers]),
-        **_learned_arrays(learning),
-        **_update_arrays(learning.updates, results),
+        **_computed_arrays(computed),
+        **_update_arrays(computed.updates, results),
     }
 
 
@@ -121,22 +121,24 @@ def _answer_arrays(groups: Sequence[AnswerGroup]) -> dict[str, Array]:
 
 def _token_arrays(answers: Sequence[ScoredAnswer]) -> dict[str, Array]:
     return {
-        "token.id": np.concatenate([each.answer.tokens for each in answers]).astype(np.int32),
+        "token.id": np.concatenate([answer.answer.tokens for answer in answers]).astype(np.int32),
         "token.engine": np.concatenate([each.answer.log_probabilities for each in answers]).astype(np.float32),
         "token.version": np.concatenate([each.answer.versions for each in answers]).astype(np.int32),
     }
 
 
-def _learned_arrays(learning: StepLearning) -> dict[str, Array]:
+def _computed_arrays(computed: ComputedStep) -> dict[str, Array]:
     """Return the trainer's numbers of each token of the trained answers."""
-    step = learning.experience
-    advantages = [values[mask > 0] for values, mask in zip(learning.advantages, step.cut(step.mask), strict=True)]
-    known = {"token.old": learning.old, "token.reference": learning.reference}
+    batch = computed.batch
+    advantages = [
+        values[mask > 0] for values, mask in zip(computed.advantages, batch.split_by_rollout(batch.mask), strict=True)
+    ]
+    log_probabilities = {"token.old": computed.old, "token.reference": computed.reference}
     return {
         "token.advantage": np.concatenate(advantages).astype(np.float32),
         **{
-            name: np.concatenate(step.of_answers(values)).astype(np.float32)
-            for name, values in known.items()
+            name: np.concatenate(batch.split_answers(values)).astype(np.float32)
+            for name, values in log_probabilities.items()
             if values is not None
         },
     }

@@ -80,7 +80,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class BucketRanks:
     """All ranks: `control` carries messages, `tensors` carries bytes on `device`. None for a rank that is alone."""
 
     control: ProcessGroup | None
@@ -93,34 +93,36 @@ class Ranks:
         return 0 if self.control is None else self.control.rank()
 
 
-def parts(weights: Iterable[tuple[str, Tensor]], most_elements: int, device: torch.device) -> Iterator[Bucket]:
+def pack_buckets(weights: Iterable[tuple[str, Tensor]], most_elements: int, device: torch.device) -> Iterator[Bucket]:
     """Yield this rank's part of each bucket, which may be empty; a tensor larger than a bucket is one of its own."""
-    mine: dict[str, Tensor] = {}
+    own_tensors: dict[str, Tensor] = {}
     elements = 0
     for name, tensor in weights:
         if elements and elements + tensor.numel() > most_elements:
-            yield _packed(mine, device)
-            mine, elements = {}, 0
+            yield _pack_tensors(own_tensors, device)
+            own_tensors, elements = {}, 0
         elements += tensor.numel()
         if not tensor.is_meta:
             # Copied: the owner may hold the next one in the same memory.
-            mine[name] = tensor.detach().to(device, copy=True).contiguous()
-    yield _packed(mine, device)
+            own_tensors[name] = tensor.detach().to(device, copy=True).contiguous()
+    yield _pack_tensors(own_tensors, device)
 
 
-def gathered(part: Bucket, ranks: Ranks) -> tuple[int, Bucket | None]:
+def gather_bucket(part: Bucket, ranks: BucketRanks) -> tuple[int, Bucket | None]:
     """Return the bytes of all parts together, and on rank 0 the whole bucket."""
-    of_ranks = tuple(messages.all_gather(part.parts[0], _PART, ranks.control))
+    of_ranks = tuple(messages.all_gather_values(part.parts[0], _PART, ranks.control))
     sizes = [of_rank.size_bytes for of_rank in of_ranks]
     if ranks.tensors is None:
         return sum(sizes), part
     if ranks.rank:
-        _wait([dist.P2POp(dist.isend, part.data, group=ranks.tensors, group_peer=0)] if sizes[ranks.rank] else [])
+        _wait_for_transfers(
+            [dist.P2POp(dist.isend, part.data, group=ranks.tensors, group_peer=0)] if sizes[ranks.rank] else []
+        )
         return sum(sizes), None
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=ranks.device)
     places = data.split(sizes)
     places[0].copy_(part.data)
-    _wait(
+    _wait_for_transfers(
         [
             dist.P2POp(dist.irecv, place, group=ranks.tensors, group_peer=rank)
             for rank, place in enumerate(places)
@@ -130,11 +132,11 @@ def gathered(part: Bucket, ranks: Ranks) -> tuple[int, Bucket | None]:
     return sum(sizes), Bucket(of_ranks, data)
 
 
-def all_gathered(part: Bucket, ranks: Ranks) -> Bucket:
+def all_gather_bucket(part: Bucket, ranks: BucketRanks) -> Bucket:
     """Return the whole bucket on every rank."""
     if ranks.tensors is None:
         return part
-    of_ranks = tuple(messages.all_gather(part.parts[0], _PART, ranks.control))
+    of_ranks = tuple(messages.all_gather_values(part.parts[0], _PART, ranks.control))
     sizes = [of_rank.size_bytes for of_rank in of_ranks]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=ranks.device)
     places = data.split(sizes)
@@ -145,7 +147,7 @@ def all_gathered(part: Bucket, ranks: Ranks) -> Bucket:
     return Bucket(of_ranks, data)
 
 
-def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
+def _pack_tensors(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     entries = tuple(
         BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
         for name, tensor in tensors.items()
@@ -158,7 +160,7 @@ def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     return Bucket((BucketPart(entries, tuple(page_checksums(data, torch.int64))),), data)
 
 
-def _wait(operations: list[dist.P2POp]) -> None:
+def _wait_for_transfers(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -22,19 +22,19 @@ from torch.distributed import ProcessGroup
 from moejob_api.contract.weight_checksums import page_checksums
 from moejob_trainer.distributed import messages
 from moejob_trainer.rollouts.fleet import RolloutEngine
-from moejob_trainer.rollouts.publisher import Sent
+from moejob_trainer.rollouts.publisher import TransferResult
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
 
 _BUCKET_BYTES = 256 * 1024**2
 
 
-class NoRoom(RuntimeError):
+class NoDiskSpace(RuntimeError):
     """Weights cannot be written where engines would read them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenFiles:
     """The files of one rank, or why there are none."""
 
     paths: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Written:
     problem: str | None = None
 
 
-_WRITTEN = TypeAdapter(_Written)
+_WRITTEN_FILES = TypeAdapter(_WrittenFiles)
 
 
 class DiskTransport:
@@ -59,68 +59,72 @@ class DiskTransport:
         """Return 0: files have the names of tensors, one by one."""
         return 0
 
-    def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
+    def send(
+        self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None
+    ) -> TransferResult:
         """Write all weights, then start an update on all engines and let them read the files. Collective."""
-        place = self._folder / str(label)
+        label_folder = self._folder / str(label)
         if self._rank == 0:
             # Files of a trainer that was killed, also under this label.
-            self._remove()
-            place.mkdir(parents=True)
-        messages.barrier(self._world)
-        written = messages.all_gather(_written(weights, place, self._rank), _WRITTEN, self._world)
-        problems = [one.problem for one in written if one.problem is not None]
+            self._remove_files()
+            label_folder.mkdir(parents=True)
+        messages.wait_for_group(self._world)
+        rank_files = messages.all_gather_values(
+            _write_files(weights, label_folder, self._rank), _WRITTEN_FILES, self._world
+        )
+        problems = [files.problem for files in rank_files if files.problem is not None]
         if problems:
             self.close()
-            raise NoRoom(problems[0])
-        size = sum(one.size_bytes for one in written)
+            raise NoDiskSpace(problems[0])
+        size = sum(one.size_bytes for one in rank_files)
         if sync is None:
-            return Sent((), size)
+            return TransferResult((), size)
         update = {
-            "paths": [path for one in written for path in one.paths],
-            "checksums": [file for one in written for file in one.checksums],
+            "paths": [path for one in rank_files for path in one.paths],
+            "checksums": [file for one in rank_files for file in one.checksums],
         }
-        return _read(sync, update, size, self._start_seconds)
+        return _load_engines(sync, update, size, self._start_seconds)
 
     def close(self) -> None:
         """Remove all files."""
-        messages.barrier(self._world)
+        messages.wait_for_group(self._world)
         if self._rank == 0:
-            self._remove()
+            self._remove_files()
 
-    def _remove(self) -> None:
-        for old in self._folder.glob("*"):
-            shutil.rmtree(old, ignore_errors=True)
+    def _remove_files(self) -> None:
+        for old_folder in self._folder.glob("*"):
+            shutil.rmtree(old_folder, ignore_errors=True)
 
 
-def _read(sync: WeightSync, update: dict[str, Any], size_bytes: int, start_seconds: float) -> Sent:
-    async def load(engine: RolloutEngine) -> None:
+def _load_engines(sync: WeightSync, update: dict[str, Any], size_bytes: int, start_seconds: float) -> TransferResult:
+    async def load_files(engine: RolloutEngine) -> None:
         await sync.update(engine, update)
 
-    async def loaded() -> tuple[RolloutEngine, ...]:
-        return await sync.each(await sync.begin(start_seconds), load)
+    async def load_all() -> tuple[RolloutEngine, ...]:
+        return await sync.run_on_each(await sync.start_update(start_seconds), load_files)
 
-    return Sent(sync.run(loaded()), size_bytes, catch_up=load)
+    return TransferResult(sync.run(load_all()), size_bytes, catch_up=load_files)
 
 
-def _written(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> _Written:
+def _write_files(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> _WrittenFiles:
     paths, checksums = list[str](), list[dict[str, list[int]]]()
     size, problem = 0, None
-    for number, bucket in enumerate(buckets(weights, _BUCKET_BYTES)):
+    for number, bucket in enumerate(tensor_buckets(weights, _BUCKET_BYTES)):
         size += sum(tensor.nbytes for tensor in bucket.values())
         if problem is None:
             path = folder / f"rank-{rank:05}-{number:05}.safetensors"
-            problem = _saved(bucket, path, size)
+            problem = _save_bucket(bucket, path, size)
             paths.append(str(path))
             checksums.append({name: _checksums(tensor) for name, tensor in bucket.items()})
     # The weights are read to their end even after a failure: other ranks need this rank in their collectives.
-    return _Written(tuple(paths), size, tuple(checksums), problem)
+    return _WrittenFiles(tuple(paths), size, tuple(checksums), problem)
 
 
 def _checksums(tensor: Tensor) -> list[int]:
     return page_checksums(tensor.reshape(-1).view(torch.uint8), torch.int64)
 
 
-def _saved(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None:
+def _save_bucket(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None:
     try:
         save_file(bucket, path)
     except (OSError, SafetensorError) as error:
@@ -132,16 +136,16 @@ def _saved(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None
     return None
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+def tensor_buckets(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Yield this rank's tensors in groups of bounded size; a larger tensor is a group of its own."""
-    held: dict[str, Tensor] = {}
+    bucket: dict[str, Tensor] = {}
     for name, tensor in weights:
         if tensor.is_meta:
             continue
-        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > most_bytes:
-            yield held
-            held = {}
+        if bucket and sum(held_tensor.nbytes for held_tensor in bucket.values()) + tensor.nbytes > most_bytes:
+            yield bucket
+            bucket = {}
         # Copied: the owner may hold the next one in the same memory.
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    if held:
-        yield held
+        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    if bucket:
+        yield bucket

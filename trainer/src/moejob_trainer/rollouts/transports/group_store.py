@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from datetime import timedelta
 
 from moejob_api.contract.addresses import LOOPBACK
-from moejob_trainer.runtime.channel import BROKEN, Admission, LoopThread, splice
+from moejob_trainer.runtime.channel import BROKEN, Admission, LoopThread, splice_streams
 from moejob_trainer.runtime.loopback_store import loopback_store
 
 _ANSWER_SECONDS = 20.0
@@ -20,24 +20,24 @@ _ANSWER_SECONDS = 20.0
 class GroupStore:
     """One store, and the port at `host` behind which engines find it. NCCL asks the store at the end of its group."""
 
-    def __init__(self, host: str, key: bytes, patience: timedelta) -> None:
-        self.store = loopback_store(patience)
+    def __init__(self, host: str, key: bytes, timeout: timedelta) -> None:
+        self.store = loopback_store(timeout)
         self._admission, self._loop = Admission(key), LoopThread()
-        self._server: asyncio.Server = self._loop.run(self._opened(host), _ANSWER_SECONDS)
+        self._server: asyncio.Server = self._loop.run(self._open_server(host), _ANSWER_SECONDS)
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
         """Let no engine in any more, and end the connections of those that are."""
-        self._loop.run(self._closed(), _ANSWER_SECONDS)
+        self._loop.run(self._close_server(), _ANSWER_SECONDS)
         self._loop.stop()
 
-    async def _opened(self, host: str) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, host, 0)
+    async def _open_server(self, host: str) -> asyncio.Server:
+        return await asyncio.start_server(self._serve_client, host, 0)
 
-    async def _closed(self) -> None:
+    async def _close_server(self) -> None:
         self._server.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(*BROKEN):
-            await self._admission.admit(reader, writer)
-            await splice((reader, writer), await asyncio.open_connection(LOOPBACK, self.store.port))
+            await self._admission.admit_client(reader, writer)
+            await splice_streams((reader, writer), await asyncio.open_connection(LOOPBACK, self.store.port))
