@@ -9,8 +9,8 @@ from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Action, Delete, Event
 from moejob_operator.observed import Observation
 from moejob_operator.planning.decision import Decision
-from moejob_operator.planning.guard_clauses import GUARDS, seconds_to_deadline
 from moejob_operator.planning.observed_state import ObservedState, OperatorSetting, observed_state
+from moejob_operator.planning.phase_guards import GUARDS, seconds_to_deadline
 from moejob_operator.planning.timestamps import shortest_wait
 from moejob_operator.status.events import transition_events
 from moejob_operator.status.job_status import next_status, settles_after_seconds

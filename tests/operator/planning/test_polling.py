@@ -7,7 +7,7 @@ import pytest
 from fake_world import World
 from moejob_api.contract.pods import PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import ConditionType, HubCommit, Phase, RepositoryKind
-from moejob_operator.planning.guard_clauses import POLL_SECONDS
+from moejob_operator.planning.phase_guards import POLL_SECONDS
 from moejob_operator.status.conditions import written_condition
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from moejob_api.contract.pods import PodRole
 from moejob_api.recovery.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.observed import Observation, Pod, PodPhase
-from moejob_operator.planning.guard_clauses import POLL_AGES, POLL_SECONDS
+from moejob_operator.planning.phase_guards import POLL_AGES, POLL_SECONDS
 from moejob_operator.planning.timestamps import parse_time, seconds_since
 
 
