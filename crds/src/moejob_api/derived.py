@@ -1,4 +1,4 @@
-"""Settings that a job leaves open, as they follow from it. The estimate and the trainer both read them here."""
+"""Settings that a job leaves open, derived from the rest of the job. The estimate and the trainer read them here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UpdateBatch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """Engines of a GRPO job; `gpus` and `nodes` count only what the trainer does not have already."""
+    """Engines of a GRPO job; `gpus` and `nodes` count only GPUs and nodes beside the trainer's."""
 
     engines: int
     tensor: int
@@ -59,7 +59,7 @@ def update_batch(spec: Spec, layout: Layout) -> UpdateBatch:
     if tokens is None:
         microbatches = -(-rank_sequences // micro)
     else:
-        # Only the longest samples are known before the data is; shorter ones give fewer microbatches.
+        # Before the data is read, every sample may be the longest; shorter samples give fewer microbatches.
         microbatches = round_up(
             -(-rank_sequences * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
         )
@@ -89,10 +89,10 @@ def updates_per_step(spec: Spec) -> int:
 
 
 def sequence_divisor(layout: Layout) -> int:
-    """Return the number that every sequence length is a multiple of.
+    """Return the number that divides every sequence length.
 
-    Context ranks each take two chunks, one from the front and one from the back, so that causal attention costs them
-    the same; sequence parallelism divides what a context rank holds once more.
+    Each context rank takes two chunks, the first from the front and the second from the back, so that causal attention
+    costs all ranks the same. Sequence parallelism divides the tokens of a context rank once more.
     """
     chunks = 2 * layout.context if layout.context > 1 else 1
     return chunks * (layout.tensor if layout.sequence_parallel else 1)
@@ -106,12 +106,12 @@ def balancing_method(spec: Spec) -> BalancingMethod:
 
 
 def needs_choice_count(spec: Spec) -> bool:
-    """True when the global batch passes through the model once more, to count what its tokens choose."""
+    """Return whether the global batch passes through the model once more, to count the choices of its tokens."""
     return balancing_method(spec) is BalancingMethod.GLOBAL_AUX_LOSS and spec.moe.aux_loss_coefficient > 0
 
 
 def choice_bytes(experts: int) -> int:
-    """Return the bytes of a replayed choice of an expert: room for one number more than there are."""
+    """Return the bytes of a replayed choice: a number for each expert, and 0 for tokens that route by themselves."""
     return 1 if experts < 2**8 else 2
 
 
@@ -128,7 +128,7 @@ def has_reference(spec: Spec) -> bool:
 
 
 def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:
-    """The model as a job trains it: without modules for further tokens where nothing is learned of these."""
+    """The model as a job trains it: without MTP modules where the job does not train them."""
     is_learned = spec.method is Method.SFT and spec.training.lora is None and spec.training.mtp_loss_coefficient > 0
     return shape if is_learned or not shape.mtp_layers else replace(shape, mtp_layers=())
 
@@ -145,9 +145,9 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
 
 
 def share_dtype(spec: Spec) -> Dtype:
-    """Return the type of a weight's share where replicas divide it: the gradients of a share are of its own type.
+    """Return the type of a weight's share where replicas divide the weight: a share has the type of its gradients.
 
-    Float32 gradients make a float32 share, which is rounded each time that it is gathered.
+    Float32 gradients make a float32 share, which replicas round each time that they gather it.
     """
     return spec.model.dtype if spec.training.precision.gradients is spec.model.dtype else Dtype.FLOAT32
 
@@ -165,9 +165,9 @@ def has_float8_products(spec: Spec) -> bool:
 
 
 def has_shared_roundings(spec: Spec, layout: Layout) -> bool:
-    """Return whether a weight's FP8 roundings are made once for all micro batches, instead of for each product.
+    """Return whether a weight is rounded to FP8 once for all micro batches, instead of for each product.
 
-    Replicas that divide weights hold no more than a layer or two of them.
+    Replicas that divide weights hold no more than a layer or two, so they round for each product.
     """
     is_kept = not spec.memory.sharding.has_weight_shards and update_batch(spec, layout).microbatches > 1
     return has_float8_products(spec) and is_kept
@@ -194,8 +194,8 @@ def has_replica_reads(spec: Spec) -> bool:
 
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:
-    """Return the bytes that the loss keeps of a row's logits for the backward pass; 0 where it computes them again."""
-    # Slopes are of log-probabilities; the gradient of an entropy needs the probabilities themselves.
+    """Return the bytes of slopes that the loss keeps for the backward pass; 0 where it computes the logits again."""
+    # Slopes are derivatives of log-probabilities; the gradient of an entropy needs the probabilities themselves.
     learns_entropy = spec.grpo is not None and spec.grpo.entropy_coefficient > 0
     recomputes_all = spec.training.recompute.granularity is RecomputeGranularity.FULL
     is_scarce = learns_entropy or recomputes_all or spec.memory.offload_activations

@@ -1,4 +1,4 @@
-"""Separate engines of a run: processes that outlive its attempts. Restarts each one that ends; decides nothing else."""
+"""Separate engines of a run: processes that outlive its attempts. Restarts every engine that ends, and no more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """An engine that cannot start, and whether the job is the reason: then no other try can help."""
+    """The message of an engine that cannot start. If the job is the reason, no other try can help."""
 
     message: str
     is_misconfigured: bool
@@ -55,7 +55,7 @@ class RunEngines:
         return sentences
 
     def failed_start(self) -> FailedStart | None:
-        """Return the failed start of an engine that no further try can help; the job would wait for it in vain."""
+        """Return the failed start of a hopeless engine, which the job would wait for in vain."""
         for index, starts in self._starts.items():
             if starts.is_hopeless:
                 log_tail = self._log_path(index).read_bytes()[-LOG_BYTES:]
@@ -73,7 +73,7 @@ class RunEngines:
             self._forget_engine(index, process)
 
     def _forget_engine(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        # Its workers hold memory and the port, and may outlive it.
+        # The engine's workers hold memory and the port, and may outlive the engine.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -81,7 +81,7 @@ class RunEngines:
         self._due_at[index] = time.monotonic() + self._again_seconds
 
     def _start_engine(self, order: EngineOrder) -> subprocess.Popen[bytes]:
-        # moejob_rollout arranges that it ends with this process.
+        # moejob_rollout ends with this process.
         self._began_at[order.index] = time.monotonic()
         with self._log_path(order.index).open("ab") as log:
             return subprocess.Popen(

@@ -64,23 +64,23 @@ class Environment(StrEnum):
     ROLLOUT_URLS = "MOEJOB_ROLLOUT_URLS"
     # Python of the rollout environment, which the launcher starts colocated engines with.
     ROLLOUT_PYTHON = "MOEJOB_ROLLOUT_PYTHON"
-    # Known to the processes of the job alone: they ask one another for it, and prove their claims on the run folder.
+    # Only the processes of the job know it: they ask one another for it, and prove claims on the run folder by it.
     SECRET = "MOEJOB_SECRET"
 
 
 def engine_key(secret: str) -> str:
-    """Return what engines of a job ask for, derived from its secret.
+    """Return the key that engines of a job ask for, derived from its secret.
 
-    It is sent with every request, to whichever pod has the address of the engine: one who reads it there can neither
+    Every request carries the key, to any pod that has the engine's address by then. A reader of this key can neither
     join the rendezvous nor claim the run folder.
     """
     return hmac.digest(secret.encode(), b"moejob engines", hashlib.sha256).hex()
 
 
 def weights_key(secret: str) -> bytes:
-    """Return the key that rank 0 and workers of engines prove to each other where they meet for weights.
+    """Return the key that rank 0 and the engines' workers prove to each other before weights travel.
 
-    Unlike the key of engines it is sent to no one.
+    Unlike the key of engines, no process ever sends it.
     """
     return hmac.digest(secret.encode(), b"moejob weights", hashlib.sha256)
 
@@ -96,7 +96,7 @@ class PodPort(IntEnum):
 
 
 class PodPath(StrEnum):
-    """Paths inside a pod that are not for the job to choose."""
+    """Paths inside a pod that a job cannot change."""
 
     SHARED_MEMORY = "/dev/shm"
     TERMINATION = "/dev/termination-log"
@@ -108,13 +108,13 @@ class RunFile(StrEnum):
     """The files that a run leaves in its folder."""
 
     OWNER = "run.json"
-    # Of `moejob run` alone, and for its user's eyes: in a cluster the secret of a job is in a Secret.
+    # Only `moejob run` writes it, for its user's eyes: in a cluster a Secret holds the secret of a job.
     SECRET = "run.secret"
     CLAIMS = "claims"
     STEPS = "steps.jsonl"
     CHECKPOINTS = "checkpoints"
-    # What a model is made of beside weights, so that checkpoints are exported wherever the folder lies: the job's spec,
-    # and config and tokenizer.
+    # The parts of a model beside its weights: the job's spec, the config and the tokenizer. With them a checkpoint can
+    # be exported on any machine that has the folder.
     SPEC = "spec.json"
     TEMPLATE = "template"
     EXPORT = "export"
@@ -123,7 +123,7 @@ class RunFile(StrEnum):
     HUB = "hub.json"
     # Traces of the steps that training.profile names.
     PROFILE = "profile"
-    # What engines start from: config and code of the model, without weights.
+    # Engines start from it: config and code of the model, without weights.
     ENGINE_MODEL = "engine-model"
     # Weights on their way to engines.
     WEIGHTS = "weights"
@@ -136,9 +136,9 @@ class HttpPath(StrEnum):
     METRICS = "/metrics"
     # Answers 200 once every rank of the pod has sent a heartbeat, or an engine has generated a token.
     READY = "/ready"
-    # Of an engine: takes and gives what moejob_api.contract.answers has.
+    # Served by an engine: requests and replies of moejob_api.contract.answers.
     ANSWER = "/answer"
-    # Of an engine: reports what contract/publications.py has, between the last tensor of a publication and its end.
+    # Served by an engine: the report of contract/publications.py, between a publication's last tensor and its end.
     PUBLICATION = "/publication"
 
 
@@ -159,14 +159,14 @@ TERMINATION_BYTES = 4096
 def printable_text(text: str) -> str:
     """Return the text with a space for each character that a terminal obeys instead of showing it.
 
-    That is a control character, a format character such as one that turns the direction of writing, a surrogate, and a
-    line or paragraph separator: a pod's words reach status, Events, logs and terminals.
+    Terminals obey control characters, format characters (which can turn the direction of writing), surrogates, and line
+    and paragraph separators. A pod's words reach status, Events, logs and terminals.
     """
     return text if text.isprintable() else "".join(" " if _is_control_character(letter) else letter for letter in text)
 
 
 def escaped_text(text: str) -> str:
-    """Return the text with what `printable` leaves out written as Python and JSON write it: \\x9b, \\u202e."""
+    """Return the text with each character that `printable_text` replaces written as Python does: \\x9b, \\u202e."""
     if text.isprintable():
         return text
     return "".join(
@@ -183,7 +183,7 @@ def _is_control_character(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-# Bounds on what a pod may say: beyond them a message is refused when it is read, not where it is calculated with.
+# Bounds on a pod's message: its reader refuses a value beyond them, before any code calculates with it.
 PrintableText = Annotated[str, AfterValidator(printable_text)]
 RunStep = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -194,13 +194,13 @@ Measure = Annotated[float, Field(ge=-1e39, le=1e39)]
 NonNegativeMeasure = Annotated[float, Field(ge=0.0, le=1e39)]
 # The most ranks of one pod.
 _MOST_RANKS = 65_536
-# Numbers of a step beside those with a field of their own. A reward's name may be an address.
+# Numbers of a step that have no field of their own. A reward's name may be an address.
 MOST_MEASURES, MOST_MEASURE_NAME = 256, 512
 MeasureName = Annotated[PrintableText, Field(max_length=MOST_MEASURE_NAME)]
 
 
 class StatusMeasure(StrEnum):
-    """The numbers of a run that its status needs, among its measures: versions that do not know them pass over them."""
+    """The measures of a run that its status needs. An operator of another version ignores measures it does not know."""
 
     EVAL_LOSS = "evalLoss"
     EVAL_SCORE = "evalScore"
@@ -326,7 +326,7 @@ _TOKEN_NAME = re.compile(r"([0-9]{10})\.([0-9]{10})(\.[0-9a-f]{64})?")
 
 
 def fence_token_name(attempt: int, restart: int) -> str:
-    """The number by which one start of all ranks claims a run folder: in a file's name, before the proof of it.
+    """The number by which one start of all ranks claims a run folder: the first part of a file name, before the proof.
 
     Zero-padded, so that names order as numbers do.
     """
@@ -334,7 +334,7 @@ def fence_token_name(attempt: int, restart: int) -> str:
 
 
 def parse_token_name(name: str) -> tuple[int, int] | None:
-    """Attempt and restart of a claim's file name, proven or not; None when it is something else's."""
+    """Attempt and restart in a claim's file name, proven or not; None for any other file name."""
     name_match = _TOKEN_NAME.fullmatch(name)
     return None if name_match is None else (int(name_match[1]), int(name_match[2]))
 

@@ -1,7 +1,7 @@
 """The report of an engine on the weights that it was sent, before it computes with them: JSON.
 
-A parameter that no tensor was loaded into keeps the weights of before, and an engine answers with those as readily as
-with right ones. In bfloat16 the difference can be smaller than that of roundings, so engines count instead.
+If no tensor is loaded into a parameter, the parameter keeps its old weights, and the engine answers all the same. In
+bfloat16 the answers can differ less than by rounding, so engines count tensors instead of comparing answers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class PublicationReport(BaseModel):
-    """The tensors of a publication that are not as they have to be; all fields are empty where it is whole."""
+    """The faulty tensors of a publication; all fields are empty if the publication is whole."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Tensors that did not come, or whose parameter was filled in part, by the names that files have for them.
+    # Tensors that did not come, or filled only a part of their parameter, by their names in files.
     missing: tuple[str, ...]
-    # Tensors that came more than once: what they fill twice is counted twice.
+    # Tensors that came more than once: elements filled twice are counted twice.
     repeated: tuple[str, ...]
-    # Tensors whose bytes are others than those that were sent.
+    # Tensors that arrived with other bytes than the trainer sent.
     changed: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""YAML text as nodes, bounded so that none can exhaust stack or memory. Knows nothing of values or jobs."""
+"""YAML text as nodes, bounded so that no text exhausts stack or memory. Knows nothing of values or jobs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from yaml.events import (
 from moejob_api.documents.syntax import UnreadableError, explain_yaml_error
 
 MAX_DEPTH = 64
-# Of one document with its aliases written out: a character counts 1, a node 16. etcd refuses objects of 1.5 MiB.
+# The size of one document with its aliases written out: a character counts 1, a node 16. etcd refuses 1.5 MiB.
 MAX_SIZE = 2 * 1024 * 1024
 _NODE_SIZE = 16
 
 
 @dataclass(slots=True)
 class ScalarNode:
-    """A scalar; `is_plain` when its text decides what it stands for."""
+    """A scalar; if `is_plain`, its text decides its type."""
 
     text: str
     is_plain: bool
@@ -99,7 +99,7 @@ class _NodeComposer:
         self.anchors = {}
 
     def _open_collection(self, event: MappingStartEvent | SequenceStartEvent) -> None:
-        # Checked on the way in as well: the parser keeps state for every bracket that is open.
+        # Depth is checked here as well as in _add_node: the parser keeps state for every open bracket.
         if len(self.open_collections) >= MAX_DEPTH:
             raise _depth_error(_line_number(event))
         is_mapping = isinstance(event, MappingStartEvent)

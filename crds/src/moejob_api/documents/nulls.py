@@ -1,4 +1,4 @@
-"""Nulls as the API server drops them: those of fields that it knows and of map entries."""
+"""Nulls as the API server drops them: nulls of known fields and of map entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that end before they can have answered, again and again: where another start is of no use. Pure."""
+"""Engines that end soon after every start: decides when another start is of no use. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from moejob_api.contract.pods import ExitCode, printable_text
 
-# An engine that works takes a minute to start; one that ran for this long has not failed at its start.
+# A working engine takes a minute to start. If an engine ran for this long, its start has not failed.
 STARTED_SECONDS = 120.0
-# Memory that ranks are about to give back may be missing at the first ones.
+# The first starts may lack memory that ranks are about to give back.
 STARTS = 5
-# Of a log, as much as its last line may be long.
+# Bytes read from the end of a log, enough for its last line.
 LOG_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarts:
-    """The starts of one engine that failed in a row."""
+    """The failed starts of one engine, in a row."""
 
     failed: int = 0
     exit_code: int = 0
@@ -34,7 +34,7 @@ class EngineStarts:
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether the job cannot go on with this engine; it would wait for one that never comes."""
+        """Return whether the job cannot go on with this engine: it would wait for the engine for ever."""
         return self.is_misconfigured or self.failed >= STARTS
 
     def refusal_message(self, engine: int, log: bytes) -> str:

@@ -1,7 +1,7 @@
-"""The decision about a job: guards in order, of which the first that returns a decision wins.
+"""The phase of a job and the actions that go with it: guards in order. The first guard that returns a decision wins.
 
-Each guard gets the observed state and the time, and returns a decision or None. A guard may rely on those before it:
-after the guard against invalid jobs there is a spec and a layout, after that of the old gang no pod of another attempt.
+Each guard gets the observed state with its time, and returns a decision or None. A guard may rely on earlier guards:
+behind the guard against invalid jobs there is a spec and a layout, behind the guard of the old gang no older pod.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """From failures to the next state of a job: the action that moejob_api.recovery chooses, written as a decision.
 
-This module adds reasons, names and times, and acts on nothing: a later reconcile reads the written status.
+This module adds reasons, names and times, and acts on nothing: a later reconcile reads the written status. Launchers
+restart ranks in place by themselves (moejob_trainer.launcher.ending); here such a restart is only charged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The whole status, put together from its parts; and when a change is worth a write."""
+"""The whole status, put together from its parts; and when a change is worth a write.
+
+The phase that kubectl shows is the decision's: planning/phase_guards.py chooses it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from moejob_operator.status.goodput import account_goodput
 from moejob_operator.status.progress import progress_to_write
 from moejob_operator.status.replicas import replica_statuses
 
-# The pods of a large gang, or of a thousand gangs, start within seconds of each other: to count each of them in a write
-# of its own is of no use.
+# The pods of a large gang, or of a thousand gangs, start within seconds of each other: a write for each would be waste.
 SETTLING_SECONDS = 15.0
 
 

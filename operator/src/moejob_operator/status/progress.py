@@ -1,4 +1,8 @@
-"""The progress of the run, as pod 0 reports it; written seldom, as every write goes through etcd to all watchers."""
+"""The progress of the run, as pod 0 reports it; written seldom, as every write goes through etcd to all watchers.
+
+Rank 0 writes its numbers beside its heartbeat, the launcher of pod 0 serves them at /progress, and reconcile.py asks
+running pods for them as planning/polling.py says.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The processes of the ranks of this pod: started by a fork server with the imports done, watched, stopped, killed.
 
-The fork server is a child of the launcher and the ranks are its children; each dies with its parent. Knows nothing of
-why a rank is stopped. Must be used from one thread: the kernel counts a thread's end as the parent's.
+The fork server is a child of the launcher and the ranks are its children; each dies with its parent. Does not know why
+a rank is stopped, nor what its variables say: RANK and MASTER_ADDR are written by agent.py. Must be used from one
+thread: the kernel counts a thread's end as the parent's.
 """
 
 from __future__ import annotations

@@ -13,6 +13,6 @@ from moejob_trainer.layers.documents import restore_row_order
 def gather_row(local_chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the whole row from the chunks of all context ranks. [t, ...] -> [t * context_size, ...]
 
-    Backward, every rank receives the sum of all ranks' gradients for its tokens.
+    In the backward pass, every rank receives the sum of all ranks' gradients for its tokens.
     """
     return restore_row_order(all_gather(local_chunks, Group(group.rank(), group.size(), group)), group.size())

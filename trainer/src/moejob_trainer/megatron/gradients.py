@@ -1,4 +1,7 @@
-"""Gradients between the backward pass and the optimizer: every replica ends up with the same sum."""
+"""Gradients between the backward pass and the optimizer: every replica ends up with the same sum.
+
+The training engine computes their norm next, and clips in the optimizer's update: see `training_engine.py`.
+"""
 
 from __future__ import annotations
 

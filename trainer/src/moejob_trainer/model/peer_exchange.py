@@ -1,18 +1,18 @@
-"""The way of tokens through memory that all ranks of an expert group write to: one kernel out, one back.
+"""Exchange of tokens through memory that all ranks of an expert group write to: one kernel out, one back.
 
-Out, each token is stored at its final row on every rank that needs it; the gather before an all-to-all is in it. Back,
-each token loads what the ranks made of it and adds that in float32; the sum behind an all-to-all is in it. Either
-direction is the other's gradient. Rows lie in the memory in the order in which an all-to-all brings them, and are added
-in the order of a token's choices: results are those of AllToAll to the last bit, sums of gradients included.
+Out, the kernel stores each token at its final row on every rank that needs it, and so does the gather before an
+all-to-all, too. Back, the kernel loads the ranks' outputs for each token and adds them in float32, and so does the sum
+behind an all-to-all, too. Either direction is the other's gradient. Rows lie in the memory in an all-to-all's order,
+and the kernel adds them in the order of a token's choices: results and sums of gradients equal AllToAll's bit for bit.
 
-    barrier   no rank reads any more what an exchange before left in its memory
-    write     into that of others (out), or into its own (back)
-    barrier   everything is written
-    read      from its own (out), or from that of others (back)
+    barrier   every rank has read the rows of the previous exchange
+    write     to the memory of other ranks (out), or to a rank's own (back)
+    barrier   every rank has written
+    read      from a rank's own memory (out), or from the memory of other ranks (back)
 
-Nothing that lies there outlives an exchange: it is gathered into the order of experts, or copied, at once. So all
-layers, micro batches, stages and passes that are computed again share one memory; only their order has to be the same
-on every rank, as for any collective.
+No row outlives its exchange: each rank at once gathers the rows into the order of experts, or copies them. So all
+layers, micro batches, stages and recomputed passes share one memory; only their order has to be the same on every rank,
+as for any collective.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class PeerRoute:
     # int64 [t, k], as `peer_rows` numbers them; -1 for a choice that needs no row.
     places: Tensor
     received: int
-    # Rows are permuted by expert on their way out of the memory and into it: as they came they lie nowhere else.
+    # Rows are permuted by expert on their way out of the memory and into it; no copy keeps the order of arrival.
     is_fused: bool
 
 
 def peer_places(destinations: Tensor, permutation: Permutation, starts: Tensor, rows: int) -> Tensor:
     """Number the row of each choice in the memory of all ranks, whose shares have `rows` each. int64 [t, k]
 
-    destinations [t, k]: the rank of each choice, or how many there are for none. permutation: of them. starts [ranks]:
-    rows that the ranks before this one write to each. Rank 1 of two sends tokens 0 and 2 to rank 0, where three rows of
-    rank 0 come first: their places are 3 and 4, and those of what it sends to rank 1 begin at `rows`.
+    destinations [t, k]: the rank of each choice, or the number of ranks for a choice without one. permutation: sorts
+    the destinations. starts [ranks]: rows that lower ranks write to each rank. For example, rank 1 of two sends tokens
+    0 and 2 to rank 0, where three rows of rank 0 come first: their places there are 3 and 4. The places of the rows
+    that rank 1 keeps begin at `rows`.
     """
     first = permutation.bounds[:-1]
     ranks = len(first)
@@ -55,13 +56,13 @@ def peer_places(destinations: Tensor, permutation: Permutation, starts: Tensor, 
 
 
 def send_to_peers(x: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
-    """Tokens x [t, h] sent to their places, and the rows that came: as they lie, or permuted by `order`."""
+    """Send tokens x [t, h] to their places; return the received rows, as they lie or permuted by `order`."""
     rows: Tensor = _SendToPeers.apply(x, route, order)
     return rows
 
 
 def sum_from_peers(y: Tensor, route: PeerRoute, order: Permutation | None = None) -> Tensor:
-    """For each token the sum of what ranks have at its places; y is what lies here, or what `order` combines to it."""
+    """Return the sum of the rows at each token's places; y holds this rank's rows, or `order` combines it to them."""
     sums: Tensor = _SumFromPeers.apply(y, route, order)
     return sums
 
