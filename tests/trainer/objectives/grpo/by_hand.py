@@ -25,13 +25,18 @@ from moejob_api.job.grpo import (
     PolicyLoss,
 )
 from moejob_trainer.objectives.grpo.advantages import EPSILON, compute_advantages
-from moejob_trainer.objectives.grpo.aggregation import compute_token_weights
 from moejob_trainer.objectives.grpo.groups import has_all_rewards, has_signal, overlong_penalty
-from moejob_trainer.objectives.grpo.kl import estimate_kl
-from moejob_trainer.objectives.grpo.loss_mask import LossMask
-from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
-from moejob_trainer.objectives.grpo.policy_loss import Clipping, is_clipped_high, is_clipped_low, policy_loss
-from moejob_trainer.objectives.grpo.ratios import log_ratios
+from moejob_trainer.objectives.grpo.loss import (
+    Clipping,
+    LossMask,
+    compute_log_ratios,
+    compute_token_weights,
+    estimate_kl,
+    is_clipped_high,
+    is_clipped_low,
+    mismatch_weights,
+    policy_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Implementation:
     """The functions that are checked."""
 
     advantages: Callable[..., Any] = compute_advantages
-    log_ratios: Callable[..., Any] = log_ratios
+    log_ratios: Callable[..., Any] = compute_log_ratios
     policy_loss: Callable[..., Any] = policy_loss
     divergence: Callable[..., Any] = estimate_kl
     mismatch_weights: Callable[..., Any] = mismatch_weights

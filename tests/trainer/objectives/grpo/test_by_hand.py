@@ -12,7 +12,7 @@ import torch
 
 from moejob_api.job.grpo import AdvantageEstimator, LossAggregation
 from moejob_trainer.objectives.grpo.advantages import compute_advantages
-from moejob_trainer.objectives.grpo.loss_mask import LossMask
+from moejob_trainer.objectives.grpo.loss import LossMask
 from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
 
 REAL = Implementation()

@@ -15,8 +15,15 @@ from torch import Tensor
 from moejob_api.job.grpo import AdvantageEstimator, Grpo
 from moejob_trainer.data.packing import BatchPlan, build_global_batch, total_loss_weight
 from moejob_trainer.objectives.grpo.advantages import compute_advantages
-from moejob_trainer.objectives.grpo.aggregation import compute_token_weights
-from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE, grpo_loss
+from moejob_trainer.objectives.grpo.loss import (
+    ADVANTAGE,
+    ENGINE,
+    OLD,
+    REFERENCE,
+    SCALE,
+    compute_token_weights,
+    grpo_loss,
+)
 from moejob_trainer.training.interface import TokenOutputs
 from moejob_trainer.training.micro_batch import Document
 

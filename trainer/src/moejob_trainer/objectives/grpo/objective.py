@@ -51,8 +51,7 @@ from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo import rollout_batch
-from moejob_trainer.objectives.grpo.loss import engine_mismatch, grpo_loss
-from moejob_trainer.objectives.grpo.loss_mask import build_loss_mask
+from moejob_trainer.objectives.grpo.loss import build_loss_mask, engine_mismatch, grpo_loss
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
 from moejob_trainer.objectives.grpo.step_record import ComputedStep, StepRecorder

@@ -20,9 +20,15 @@ from moejob_api.job.grpo import Grpo, KlTarget, LossAggregation
 from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.objectives.grpo.advantages import compute_advantages
-from moejob_trainer.objectives.grpo.aggregation import compute_token_weights
-from moejob_trainer.objectives.grpo.kl import estimate_kl
-from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE
+from moejob_trainer.objectives.grpo.loss import (
+    ADVANTAGE,
+    ENGINE,
+    OLD,
+    REFERENCE,
+    SCALE,
+    compute_token_weights,
+    estimate_kl,
+)
 from moejob_trainer.objectives.grpo.rollout import Rollout
 from moejob_trainer.training import Document, MicroBatch, TokenOutputs
 from moejob_trainer.training.micro_batch import ROUTING
