@@ -19,8 +19,8 @@ async def report_publication(scope: Scope, send: Send) -> None:
 
 def merge_reports(reports: Iterable[PublicationReport]) -> PublicationReport:
     """Return what at least one worker reports, each tensor once; pure."""
-    found = {
+    report_fields = {
         field: tuple(dict.fromkeys(name for report in reports for name in getattr(report, field)))
         for field in PublicationReport.model_fields
     }
-    return PublicationReport(**found)
+    return PublicationReport(**report_fields)

@@ -234,7 +234,7 @@ class Supervision:
         if request_count and self._pending_stop is None:
             is_keyboard = self.requests.signals[0] == signal.SIGINT
             code = INTERRUPTED if is_keyboard else int(ExitCode.SAVED_AND_STOPPED)
-            self._begin_stop(code, "asked to stop", again="Ctrl-C again ends it unsaved" if is_keyboard else "")
+            self._begin_stop(code, "asked to stop", hint="Ctrl-C again ends it unsaved" if is_keyboard else "")
         elif self._pending_stop is not None and request_count > self._pending_stop.requests:
             return RunResult(self._pending_stop.exit_code, "ended before everything was saved")
         limit = self.local_run.spec.lifecycle.active_deadline_seconds
@@ -242,11 +242,11 @@ class Supervision:
             self._begin_stop(FAILED, f"active for longer than lifecycle.activeDeadlineSeconds {limit}")
         return None
 
-    def _begin_stop(self, exit_code: int, why: str, again: str = "") -> None:
+    def _begin_stop(self, exit_code: int, why: str, hint: str = "") -> None:
         self._pending_stop = _PendingStop(
             exit_code, why, time.monotonic() + GRACE_SECONDS + _FROZEN_SECONDS, max(1, len(self.requests.signals))
         )
-        self.display.report_event(f"{why}: saving; {again}" if again else f"{why}: saving")
+        self.display.report_event(f"{why}: saving; {hint}" if hint else f"{why}: saving")
         for launcher in self._launchers.values():
             with suppress(ProcessLookupError):
                 launcher.send_signal(signal.SIGTERM)

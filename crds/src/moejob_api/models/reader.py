@@ -83,7 +83,7 @@ class ConfigReader:
         """Refuse a key that is present with any value but the accepted ones; `why` ends with the fix."""
         value = self.values.get(key)
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in accepted):
-            expected = " or ".join(shown_value(one) for one in accepted if one is not None)
+            expected = " or ".join(shown_value(value) for value in accepted if value is not None)
             self._refuse_key(key, f"{expected}: {why}")
 
     def read_indices(self, key: str) -> frozenset[int]:

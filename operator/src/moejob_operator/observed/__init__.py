@@ -137,10 +137,8 @@ def read_observation(
     pod_readings = (readings or PodReadings()).read_bodies(children.pods, about)
     return Observation(
         job=about,
-        pods=tuple(
-            sorted((entry.pod for entry in pod_readings if entry.pod is not None), key=lambda found: found.name)
-        ),
-        earlier_pods=tuple(sorted(_object_name(found.body) for found in pod_readings if found.is_of_earlier)),
+        pods=tuple(sorted((entry.pod for entry in pod_readings if entry.pod is not None), key=lambda pod: pod.name)),
+        earlier_pods=tuple(sorted(_object_name(reading.body) for reading in pod_readings if reading.is_of_earlier)),
         services=frozenset(_object_name(body) for body in _owned_bodies(children.services, owner)),
         claims=tuple(_read_claim(body) for body in _owned_bodies(children.claims, owner)),
         pod_groups=frozenset(_object_name(body) for body in _owned_bodies(children.pod_groups, owner)),

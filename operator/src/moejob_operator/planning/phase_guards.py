@@ -338,19 +338,19 @@ def _deletion_events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Eve
         Event(
             Severity.WARNING,
             EventReason.ROLLOUT_REPLACED,
-            f"engine {found.ref.name} has lost its place and is replaced",
+            f"engine {deletion.ref.name} has lost its place and is replaced",
         )
-        for found in deletes
-        if found.ref.uid in engines
+        for deletion in deletes
+        if deletion.ref.uid in engines
     ]
     unknown = [
         Event(
             Severity.WARNING,
             EventReason.UNKNOWN_POD_DELETED,
-            f"{found.ref.name} has the marks of this job, which did not create it, and was deleted",
+            f"{deletion.ref.name} has the marks of this job, which did not create it, and was deleted",
         )
-        for found in deletes
-        if found.ref.uid in unplanned
+        for deletion in deletes
+        if deletion.ref.uid in unplanned
     ]
     return (*forced, *replaced, *unknown)
 

@@ -120,9 +120,9 @@ class Schedule(Generic[Key]):
     def finish_key(self, key: Key, now: float) -> None:
         """The work on a key has ended; what was added meanwhile is due now."""
         self._remember_start(key, self._at_work.pop(key), now)
-        again = self._due_again.pop(key, None)
-        if again is not None:
-            self.add(key, again)
+        due_again = self._due_again.pop(key, None)
+        if due_again is not None:
+            self.add(key, due_again)
 
     def next_at(self) -> float | None:
         """Return when the next key is due; None when there is none."""

@@ -28,22 +28,22 @@ class Checked(BucketDescription, Protocol):
     checksums: list[list[int]]
 
 
-def changed_tensors(bucket: Tensor, of: Checked) -> list[str]:
+def changed_tensors(bucket: Tensor, bucket_info: Checked) -> list[str]:
     """Return the tensors that lie in pages with other bytes than the trainer has sent."""
-    if not of.checksums:
+    if not bucket_info.checksums:
         return []
     # Where each page of a part begins and ends in the bucket.
     pages: list[tuple[int, int]] = []
     start = 0
-    for part, checksums in zip(bucket.split(of.part_bytes), of.checksums, strict=True):
+    for part, checksums in zip(bucket.split(bucket_info.part_bytes), bucket_info.checksums, strict=True):
         end = start + part.numel()
         pages += (
             (start + page * PAGE_BYTES, min(end, start + (page + 1) * PAGE_BYTES))
             for page in changed_pages(page_checksums(part, torch.int64), checksums)
         )
         start = end
-    ends = list(accumulate(_tensor_sizes(of)))
-    places = zip([0, *ends], ends, of.names, strict=False)
+    ends = list(accumulate(_tensor_sizes(bucket_info)))
+    places = zip([0, *ends], ends, bucket_info.names, strict=False)
     return [name for begin, end, name in places if any(begin < stop and first < end for first, stop in pages)]
 
 

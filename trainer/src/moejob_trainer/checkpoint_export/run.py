@@ -100,9 +100,9 @@ def _find_checkpoint(checkpoints: Path, step: int | None) -> GoodCheckpoint:
         if search.checkpoint is None:
             raise BadConfiguration(_no_checkpoint_message(checkpoints, search.refusals))
         return search.checkpoint
-    folders_of_step = [one for one in complete_folders if one.folder.step == step]
+    folders_of_step = [complete for complete in complete_folders if complete.folder.step == step]
     if not folders_of_step:
-        steps = ", ".join(str(one.folder.step) for one in reversed(complete_folders)) or "none"
+        steps = ", ".join(str(complete.folder.step) for complete in reversed(complete_folders)) or "none"
         raise BadConfiguration(f"{checkpoints} holds no complete checkpoint of step {step}; there are: {steps}")
     outcome = verify_checkpoint(checkpoints / folders_of_step[0].folder.name, VerificationDepth.HASHES)
     if isinstance(outcome, Refusal):

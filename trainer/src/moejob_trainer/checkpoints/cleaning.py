@@ -67,8 +67,8 @@ def apply_retention(run_folder: RunFolder, retention: Retention, disk: Disk) -> 
         _classify_folder(run_folder, item, retention.passed_over) for item in list_step_folders(run_folder.checkpoints)
     ]
     folders, facts = (
-        [one.listed for one in classified_folders],
-        [one.facts for one in classified_folders if one.facts is not None],
+        [classified.listed for classified in classified_folders],
+        [classified.facts for classified in classified_folders if classified.facts is not None],
     )
     spared_folders = _resume_source(run_folder, retention.policy) | _best_folders(facts, retention)
     for folder in folders_to_delete(folders, retention.policy.keep, run_folder.token, spared_folders):

@@ -43,8 +43,8 @@ def folders_to_delete(
     """Return the folders to delete, oldest first. A later start's folders are left to that start."""
     complete = sorted((listed.folder for listed in folders if listed.state is FolderState.COMPLETE), reverse=True)
     kept_folders = {*complete[: max(keep, 1)], *spared}
-    old = (one for one in folders if one.folder not in kept_folders and one.folder.token <= our_token)
-    return sorted(one.folder for one in old if _is_deletable(one, complete, our_token))
+    old = (listed for listed in folders if listed.folder not in kept_folders and listed.folder.token <= our_token)
+    return sorted(listed.folder for listed in old if _is_deletable(listed, complete, our_token))
 
 
 def best_folders(facts: Iterable[CheckpointFacts], measure: str, count: int) -> list[StepFolder]:
@@ -52,11 +52,15 @@ def best_folders(facts: Iterable[CheckpointFacts], measure: str, count: int) -> 
 
     A step that two starts saved counts once, as the later start saved it. Evaluations by another measure do not count.
     """
-    facts_by_step = {facts_of_step.step: facts_of_step for facts_of_step in sorted(facts, key=lambda one: one.folder)}
+    facts_by_step = {
+        facts_of_step.step: facts_of_step for facts_of_step in sorted(facts, key=lambda saved: saved.folder)
+    }
     comparable = [
-        one for one in facts_by_step.values() if one.evaluation is not None and one.evaluation.measure == measure
+        saved
+        for saved in facts_by_step.values()
+        if saved.evaluation is not None and saved.evaluation.measure == measure
     ]
-    return [one.folder for one in sorted(comparable, key=lambda one: (_ranking_value(one), one.step))[:count]]
+    return [saved.folder for saved in sorted(comparable, key=lambda saved: (_ranking_value(saved), saved.step))[:count]]
 
 
 def _ranking_value(facts: CheckpointFacts) -> float:

@@ -236,4 +236,4 @@ def _build_refusal(folder: StepFolder, complaints: list[FileComplaint]) -> Refus
     remainder = f" and {len(complaints) - _MOST_SHOWN} more" if len(complaints) > _MOST_SHOWN else ""
     reason = "; ".join(complaint.text for complaint in complaints[:_MOST_SHOWN]) + remainder
     # One file that was read and is wrong proves the damage.
-    return Refusal(folder, reason, is_unread=all(one.is_unread for one in complaints))
+    return Refusal(folder, reason, is_unread=all(complaint.is_unread for complaint in complaints))

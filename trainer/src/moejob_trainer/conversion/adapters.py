@@ -96,8 +96,8 @@ def _adapter_pieces(
         f"{outputs} R",
     )
     module = _PREFIX + prefix + row.tensor.removesuffix(".weight")
-    for one, parameter, name in ((a, pair[0], "lora_A"), (b, pair[1], "lora_B")):
-        yield from pieces_of_rule(one, parameter, f"{module}.{name}.weight", shape.vocabulary)
+    for tensor, parameter, name in ((a, pair[0], "lora_A"), (b, pair[1], "lora_B")):
+        yield from pieces_of_rule(tensor, parameter, f"{module}.{name}.weight", shape.vocabulary)
 
 
 def export_adapters(
@@ -144,11 +144,11 @@ def write_adapters(tensors: Mapping[str, Tensor], table: TensorTable, target: Ad
 def _peft_config(table: TensorTable, target: AdapterTarget) -> dict[str, object]:
     lora, modules = target.lora, {_module_name(piece.tensor) for piece in table.pieces}
     experts = {module for module in modules if ".experts." in module}
-    fused_parameters = {_FUSED[one] for one in lora.targets if one in _FUSED} if experts else set()
+    fused_parameters = {_FUSED[target] for target in lora.targets if target in _FUSED} if experts else set()
     # In families with experts, PEFT takes a matrix's name for the experts' matrix, so dense layers and shared experts
     # have to be named as parameters.
     as_parameters = modules - experts if _has_experts(table) else set()
-    as_parameters = {one for one in as_parameters if _last_component(one) in _AS_EXPERTS}
+    as_parameters = {module for module in as_parameters if _last_component(module) in _AS_EXPERTS}
     # Gate and up are one parameter there, so its adapter has twice the rank.
     doubled_ranks = {rf".*\.{_GATE_UP}": 2} if _FUSED[LoraTarget.EXPERT_GATE_UP] in fused_parameters else {}
     return {
@@ -159,8 +159,10 @@ def _peft_config(table: TensorTable, target: AdapterTarget) -> dict[str, object]
         "lora_alpha": lora.alpha,
         # PEFT refuses dropout beside target_parameters; dropout is no part of the trained weights.
         "lora_dropout": 0.0 if fused_parameters or as_parameters else lora.dropout,
-        "target_modules": sorted({_last_component(one) for one in modules - experts - as_parameters}),
-        "target_parameters": sorted(fused_parameters | {f"{_LAYER.sub('', one)}.weight" for one in as_parameters}),
+        "target_modules": sorted({_last_component(module) for module in modules - experts - as_parameters}),
+        "target_parameters": sorted(
+            fused_parameters | {f"{_LAYER.sub('', module)}.weight" for module in as_parameters}
+        ),
         "rank_pattern": {pattern: times * lora.rank for pattern, times in doubled_ranks.items()},
         "alpha_pattern": {pattern: times * lora.alpha for pattern, times in doubled_ranks.items()},
         "bias": "none",

@@ -211,9 +211,9 @@ def complete_export(table: TensorTable, target: ExportTarget, written_files: Seq
     open_published_checkpoint(folder, table)
     return ExportReport(
         folder=target.folder,
-        files=tuple(sorted(one.file for one in written_files)),
+        files=tuple(sorted(written.file for written in written_files)),
         bytes=sum(entry.size_bytes for _, entry in entries.values()),
-        checksums={name: checksum for one in written_files for name, checksum in one.checksums.items()},
+        checksums={name: checksum for written in written_files for name, checksum in written.checksums.items()},
     )
 
 

@@ -78,8 +78,8 @@ class EvalPrompts:
         self._write_samples(step, scored_answers)
         return {
             f"{MEAN}@1": sum(answer.reward for answer in scored_answers) / len(scored_answers),
-            "evalAnswerTokens": float(sum(one.tokens for one in scored_answers)),
-            "evalTruncated": sum(not one.is_ended for one in scored_answers) / len(scored_answers),
+            "evalAnswerTokens": float(sum(scored.tokens for scored in scored_answers)),
+            "evalTruncated": sum(not scored.is_ended for scored in scored_answers) / len(scored_answers),
         }
 
     def _score_answers(self, token_lists: Sequence[Sequence[int]]) -> Iterator[AnsweredPrompt]:

@@ -80,7 +80,7 @@ def add_evaluation(
     score = EvaluationScore(step=step, value=value)
     # A run that was resumed before this step evaluates it again; the ranking has each step once.
     earlier_scores = [earlier_score for earlier_score in ranking.best if earlier_score.step != step]
-    rank = sum(not is_better(ranking.measure, value, one.value) for one in earlier_scores)
+    rank = sum(not is_better(ranking.measure, value, score.value) for score in earlier_scores)
     best = (*earlier_scores[:rank], score, *earlier_scores[rank:])[: terms.keep]
     is_improvement = ranking.reference is None or is_better(
         ranking.measure, value, ranking.reference, terms.least_improvement

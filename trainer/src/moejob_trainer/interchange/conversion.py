@@ -79,13 +79,13 @@ class MegatronWeights:
             )
         stacks = (self.table.shape.layers, _stack_sizes(self.table).experts)
         mismatched = {
-            found.key for found, _ in self.entries.values() if not self._is_stacked_as(found, len(stacks[0]), stacks[1])
+            entry.key for entry, _ in self.entries.values() if not self._is_stacked_as(entry, len(stacks[0]), stacks[1])
         }
         if mismatched:
             raise unusable_checkpoint(
                 f"{folder} has another number of layers or experts in {join_names(mismatched)}; {config}"
             )
-        self.reader.require_types({found.key for found, _ in self.entries.values()})
+        self.reader.require_types({entry.key for entry, _ in self.entries.values()})
 
     def _is_stacked_as(self, indexed_key: IndexedKey, layers: int, experts: int) -> bool:
         stacked_sizes = self.reader.sizes[indexed_key.key][: len(indexed_key.index)]
@@ -203,7 +203,7 @@ def _plan_tensor(
     shapes = [tensor_table.by_tensor[name].shape for name in tensor.published_names]
     shape = (sum(part_shape[0] for part_shape in shapes), *shapes[0][1:])
     stored_dtypes = {published_tensors.tensors[name].dtype for name in tensor.published_names}
-    dtype = reduce(torch.promote_types, (one for one, name in _DTYPES.items() if name in stored_dtypes))
+    dtype = reduce(torch.promote_types, (dtype for dtype, name in _DTYPES.items() if name in stored_dtypes))
     return PlannedTensor(
         locate_tensor(tensor.names[0], stacks), shape, dtype, partial(_join_published, tensor, published_tensors)
     )

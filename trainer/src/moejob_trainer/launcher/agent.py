@@ -472,9 +472,11 @@ class Agent:
     def _exit_report(self, result: AllRanksEnded) -> ExitReport:
         if result.exit_code == ExitCode.DONE:
             run = self._run_so_far()
-            how = "; the run stopped early" if run is not None and StatusMeasure.STOPPED_EARLY in run.measures else ""
+            early_stop_note = (
+                "; the run stopped early" if run is not None and StatusMeasure.STOPPED_EARLY in run.measures else ""
+            )
             return ExitReport(
-                result.exit_code, self._build_termination(PodOutcome.COMPLETED, f"all ranks are done{how}")
+                result.exit_code, self._build_termination(PodOutcome.COMPLETED, f"all ranks are done{early_stop_note}")
             )
         return ExitReport(
             result.exit_code, self._build_termination(PodOutcome.PREEMPTED, "asked to stop, and stopped after saving")

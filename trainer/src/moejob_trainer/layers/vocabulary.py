@@ -244,8 +244,8 @@ def _read_chunk(
 ) -> Tensor:
     """Normaliser, entropy and the label's logit of each token; its slopes for a gradient of 1 in `room`. [3, t]"""
     if words.existing == 0:
-        nothing = torch.zeros_like(at_least_float32(hidden[:, 0]))
-        return torch.stack(_combine_over_group(nothing - math.inf, nothing, nothing, nothing, words.group))
+        zeros = torch.zeros_like(at_least_float32(hidden[:, 0]))
+        return torch.stack(_combine_over_group(zeros - math.inf, zeros, zeros, zeros, words.group))
     logits = _wide_product(hidden, weight.t())
     maximum, total, weighted, label_logit = _compute_statistics(logits, places, words)
     normaliser, entropy, label_logit = _combine_over_group(maximum, total, weighted, label_logit, words.group)

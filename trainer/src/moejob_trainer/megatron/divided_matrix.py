@@ -88,12 +88,12 @@ class _LentGradient:
         self._sums.send_gradient(self._lent, self._share.grad.view(-1))
         self._lent = None
 
-    def sum_autograd_gradient(self, whole: Tensor) -> None:
+    def sum_autograd_gradient(self, matrix: Tensor) -> None:
         """Sum a gradient that autograd computed itself, for a product that does not write into lent memory."""
-        if whole.grad is not None:
-            self.target_for(whole).copy_(whole.grad)
-            self.mark_added(whole)
-            whole.grad = None
+        if matrix.grad is not None:
+            self.target_for(matrix).copy_(matrix.grad)
+            self.mark_added(matrix)
+            matrix.grad = None
 
 
 def register_replica_sum(matrix: DividedMatrix, sums: ReplicaSums) -> None:

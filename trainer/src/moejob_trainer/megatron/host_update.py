@@ -108,9 +108,9 @@ class HostBuffers:
             for stored, copy in zip(stored_moments, self._scratch, strict=True)
         )
         step((chunk.main, self._arriving[: chunk.main.numel()], first, second), chunk.is_decayed)
-        for one, updated in zip(stored_moments, (first, second), strict=True):
-            if updated is not one:
-                one.copy_(updated)
+        for stored, updated in zip(stored_moments, (first, second), strict=True):
+            if updated is not stored:
+                stored.copy_(updated)
 
     def send_weights(self, chunk: UpdateChunk) -> None:
         """Round the weights, and start to copy them to the device."""

@@ -62,11 +62,13 @@ class TrainerProbe:
         # Engines return log-probabilities of a prompt at temperature 1.
         with self._engine.at_temperature(1.0):
             outputs = self._engine.compute_outputs(batches)
-        for batch, said in zip(batches, outputs, strict=True):
+        for batch, output in zip(batches, outputs, strict=True):
             for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
                 if length:
-                    found: Floats = said.log_probabilities[start : start + length - 1].float().cpu().numpy()
-                    return found
+                    log_probabilities: Floats = (
+                        output.log_probabilities[start : start + length - 1].float().cpu().numpy()
+                    )
+                    return log_probabilities
         raise RuntimeError("every data rank has one copy")
 
     def measure_rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:

@@ -228,7 +228,7 @@ class MegatronTrainingEngine:
             tokens=totals.tokens,
             flops=totals.tokens * model_flops(self.model.shape, totals.document_tokens),
             metrics=means,
-            weights={"loss": weight, **{name: of for name, (_, of) in summed.items()}},
+            weights={"loss": weight, **{name: weight_sum for name, (_, weight_sum) in summed.items()}},
         )
 
     def _run_stages(

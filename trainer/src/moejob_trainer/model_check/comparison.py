@@ -97,9 +97,9 @@ def compare_models(
     ]
     layers = map(_layer_name, range(len(engine.model.shape.layers)))
     # Without this check a part that no rank compares would pass.
-    if missing := {_EMBEDDING, *layers, _LOGITS} - {found.part for found in comparisons}:
+    if missing := {_EMBEDDING, *layers, _LOGITS} - {comparison.part for comparison in comparisons}:
         raise RuntimeError(f"{', '.join(sorted(missing))}: not compared with Transformers")
-    return CheckReport([found for found in comparisons if found.is_different])
+    return CheckReport([comparison for comparison in comparisons if comparison.is_different])
 
 
 def _choose_readers(engine: MegatronTrainingEngine, node: int) -> ReferenceReaders:

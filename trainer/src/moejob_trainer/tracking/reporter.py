@@ -214,11 +214,11 @@ def means_of_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """
     numbers = [{"loss": result.loss, **result.metrics} for result in results]
     means = numbers[-1]
-    for name in {name for one in results for name in one.weights}:
+    for name in {name for result in results for name in result.weights}:
         pairs = [
-            (update_numbers[name], one.weights[name])
-            for update_numbers, one in zip(numbers, results, strict=True)
-            if name in one.weights
+            (update_numbers[name], result.weights[name])
+            for update_numbers, result in zip(numbers, results, strict=True)
+            if name in result.weights
         ]
         means = {**means, name: sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)}
     return means

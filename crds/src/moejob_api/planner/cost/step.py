@@ -276,7 +276,8 @@ def _recompute_seconds(case: PlanningCase, stage: StageContents, layers: list[Fo
         return all_seconds * recomputed_count / max(layer_count, 1)
     kinds = zip(case.kinds.layers, layers, counts, strict=True)
     return sum(
-        _recomputed_module_seconds(layer, one, case.activation_settings.recomputed) * n for layer, one, n in kinds
+        _recomputed_module_seconds(layer, layer_kind, case.activation_settings.recomputed) * n
+        for layer, layer_kind, n in kinds
     )
 
 

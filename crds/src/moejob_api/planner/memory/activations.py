@@ -144,8 +144,10 @@ def _working_bytes(case: PlanningCase, layers: LayerBytes) -> int:
             for layer_working, all_kept in zip(layers.working, layers.without_recompute, strict=True)
         )
     return max(
-        working + whole.total - layer_kept.total
-        for working, whole, layer_kept in zip(layers.working, layers.without_recompute, layers.kept, strict=True)
+        working + without_recompute.total - layer_kept.total
+        for working, without_recompute, layer_kept in zip(
+            layers.working, layers.without_recompute, layers.kept, strict=True
+        )
     )
 
 

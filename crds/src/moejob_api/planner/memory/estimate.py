@@ -144,7 +144,9 @@ def _fullest_stages(loads: tuple[StageLoad, ...]) -> Iterator[tuple[MemoryPhase,
     """The fullest stage of each phase."""
     of_stages = [(load, dict(phase_amounts(load))) for load in loads]
     for phase in of_stages[0][1]:
-        yield max(((phase, of, amounts[phase]) for of, amounts in of_stages), key=lambda entry: sum(entry[2].values()))
+        yield max(
+            ((phase, load, amounts[phase]) for load, amounts in of_stages), key=lambda entry: sum(entry[2].values())
+        )
 
 
 def _explain_peak(phase: MemoryPhase, load: StageLoad, amounts: Amounts) -> PhasePeak:

@@ -103,9 +103,9 @@ def _kept_formula(load: StageLoad) -> str:
     else:
         held = f"{'+'.join(map(str, flights))} microbatches in flight in {len(flights)} chunks of {layers} layers"
     recompute = case.spec.training.recompute.granularity
-    again = "" if recompute is RecomputeGranularity.NONE else f", recompute {recompute}"
+    recompute_note = "" if recompute is RecomputeGranularity.NONE else f", recompute {recompute}"
     moved = f", {gib_text(load.activations.offloaded)} in host memory" if load.activations.offloaded else ""
-    return f"{held} x {share.tokens:,} tokens{again}{moved}"
+    return f"{held} x {share.tokens:,} tokens{recompute_note}{moved}"
 
 
 def _routed_formula(load: StageLoad) -> str:
@@ -119,8 +119,8 @@ def _routed_formula(load: StageLoad) -> str:
 
 
 def _working_formula(load: StageLoad) -> str:
-    again = load.case.spec.training.recompute.granularity
-    repeated = "" if again is RecomputeGranularity.NONE else " and what is computed again"
+    granularity = load.case.spec.training.recompute.granularity
+    repeated = "" if granularity is RecomputeGranularity.NONE else " and what is computed again"
     return f"gradients of the busiest layer's tensors{repeated} for {load.case.share.tokens:,} tokens"
 
 

@@ -76,12 +76,12 @@ class DiskTransport:
         if problems:
             self.close()
             raise NoDiskSpace(problems[0])
-        size = sum(one.size_bytes for one in rank_files)
+        size = sum(rank_file.size_bytes for rank_file in rank_files)
         if sync is None:
             return TransferResult((), size)
         update = {
-            "paths": [path for one in rank_files for path in one.paths],
-            "checksums": [file for one in rank_files for file in one.checksums],
+            "paths": [path for rank_file in rank_files for path in rank_file.paths],
+            "checksums": [file for rank_file in rank_files for file in rank_file.checksums],
         }
         return _load_engines(sync, update, size, self._start_seconds)
 
