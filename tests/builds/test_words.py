@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from words import Words, class_problems, file_problems, page_problems, python_problems, subject_problems
+from words import (
+    Words,
+    class_problems,
+    file_problems,
+    identifier_problems,
+    page_problems,
+    python_problems,
+    subject_problems,
+)
 
 WORDS = Words({"goes on": "continues", "nobody": "no rank"}, ("What", "Whether"))
 
@@ -52,5 +60,28 @@ def test_classes_that_share_a_name_are_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_long_subject_is_a_problem() -> None:
-    assert subject_problems(["x" * 72]) == []
-    assert subject_problems(["x" * 73]) == [f"commit subject of 73 characters, at most 72: {'x' * 73}"]
+    assert subject_problems([f"grpo: {'x' * 66}"]) == []
+    assert subject_problems([f"grpo: {'x' * 67}"]) == [f"commit subject of 73 characters, at most 72: grpo: {'x' * 67}"]
+
+
+def test_a_subject_names_its_part() -> None:
+    assert subject_problems(["crds, operator: hold rooms to contracts"]) == []
+    assert subject_problems(["Hold rooms to contracts"]) == [
+        "commit subject without its part, as in 'grpo: count answers once': Hold rooms to contracts"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        pytest.param("def found(): ...", ["1: function found"], id="a function of the list"),
+        pytest.param("async def _settled(): ...", ["1: function _settled"], id="a bare participle"),
+        pytest.param("def read(): ...\ndef packed_documents(): ...", [], id="a verb, and a participle before a noun"),
+        pytest.param("def count(told): ...", ["1: parameter told"], id="a parameter"),
+        pytest.param("for told in (): ...", ["1: told"], id="a local"),
+        pytest.param("reading = found.told", [], id="what is only read"),
+    ],
+)
+def test_names_that_say_nothing_are_a_problem(text: str, problems: list[str]) -> None:
+    seen = [(line, problem.partition(":")[0]) for line, problem in identifier_problems(text, {"found"}, {"told"})]
+    assert [f"{line}: {name}" for line, name in seen] == problems
