@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engines import Engine
 from moejob_api.contract.pods import HttpPath
-from moejob_api.contract.weight_checksums import page_checksums
+from moejob_api.contract.weight_checksums import PAGE_BYTES, page_checksums
 from moejob_rollout.transfer.broadcast import BroadcastUpdate
 from moejob_rollout.transfer.buckets import bucket_bytes, changed_tensors
+from moejob_rollout.transfer.checksums import tensor_checksums
 from rollout.references import model, published, without
 
 Start = Callable[..., Engine]
@@ -56,10 +58,7 @@ def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(star
 def test_a_tensor_with_other_bytes_than_were_sent_is_named(start: Start, tmp_path: Path) -> None:
     engine = start("mixtral").ready()
     path = published(model("mixtral", 11), tmp_path / "whole")
-    sums = {
-        name: page_checksums(value.reshape(-1).view(torch.uint8), torch.int64)
-        for name, value in load_file(path).items()
-    }
+    sums = {name: tensor_checksums(value) for name, value in load_file(path).items()}
     assert reported(engine, path, checksums=[sums]) == WHOLE
     sums["model.norm.weight"][0] ^= 1
     assert reported(engine, path, checksums=[sums]) == WHOLE | {"changed": ["model.norm.weight"]}
@@ -89,20 +88,29 @@ def test_one_bit_of_a_bucket_is_seen_and_the_tensors_of_its_page_are_named(
     place: int, bit: int, names: list[str]
 ) -> None:
     bucket = torch.randint(0, 256, (bucket_bytes(BUCKET),), dtype=torch.uint8)
-    sums = [page_checksums(part, torch.int64) for part in bucket.split(BUCKET.part_bytes)]
+    sums = [tensor_checksums(part) for part in bucket.split(BUCKET.part_bytes)]
     update = replace(BUCKET, checksums=sums)
     assert changed_tensors(bucket, update) == []
     bucket[place] ^= 1 << bit
     assert changed_tensors(bucket, update) == names
 
 
+@pytest.mark.parametrize("start", [0, 3], ids=["at a word", "between two words"])
+@pytest.mark.parametrize("size", [0, 1, 8, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 5])
+def test_tensors_and_arrays_have_equal_checksums(start: int, size: int) -> None:
+    data = torch.randint(0, 256, (size + start,), dtype=torch.uint8)[start:]
+    sums = page_checksums(data, torch)
+    assert sums == page_checksums(data.numpy(), np)
+    assert len(sums) == -(-size // PAGE_BYTES)
+
+
 def test_words_that_changed_places_are_seen() -> None:
     words = torch.arange(300_000, dtype=torch.int64)
-    sums = page_checksums(words.view(torch.uint8), torch.int64)
+    sums = tensor_checksums(words)
     for first, second in ((0, 1), (5, 1029), (7, 131_079)):
         moved = words.clone()
         moved[[first, second]] = words[[second, first]]
-        assert page_checksums(moved.view(torch.uint8), torch.int64) != sums
+        assert tensor_checksums(moved) != sums
 
 
 @pytest.mark.thorough

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from engines import SECRET, Engine
-from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
+from moejob_trainer.rollouts.connection import EngineConnection
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
 from moejob_trainer.rollouts.interface import WrongWeights
-from moejob_trainer.rollouts.publisher import Publisher, Trial
+from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from real_models import DENSE, MIXTRAL, QWEN3_MOE, find_real_model
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=600, look_seconds=0.2)
 TOKENS = np.arange(32, dtype=np.int32)
 # A probe that accepts everything: the report of engines alone decides.
-LENIENT = Trial(TOKENS, lambda tokens: np.zeros(len(tokens) - 1, np.float32), lambda: float("inf"))
+LENIENT = ProbeTerms(TOKENS, lambda tokens: np.zeros(len(tokens) - 1, np.float32), lambda: float("inf"))
 LAYER, LAST = "model.layers.15", "model.layers.29"
 OF_ALL = (
     f"{LAYER}.input_layernorm.weight",
@@ -82,9 +82,9 @@ def test_a_tensor_that_is_left_out_is_refused_by_name_and_the_right_weights_are_
     model = find_real_model(name)
     weights = {each: tensor.to(torch.bfloat16) for each, tensor in load_file(model / "model.safetensors").items()}
     with started_engine(model, tmp_path) as engine:
-        fleet = Fleet([engine.url], Connection(SECRET), LIMITS)
+        fleet = EngineFleet([engine.url], EngineConnection(SECRET), LIMITS)
         transport = DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds)
-        publisher = Publisher(fleet=fleet, world=None, transport=transport, trial=LENIENT)
+        publisher = Publisher(fleet=fleet, world=None, transport=transport, probe_terms=LENIENT)
         try:
             first = publisher.publish(1, weights.items())
             for mistake in mistakes:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moejob_api.contract.weight_checksums import PAGE_BYTES, changed_pages, page_checksums
+from moejob_api.contract.weight_checksums import PAGE_BYTES, changed_pages
+from moejob_rollout.transfer.checksums import tensor_checksums
 from moejob_rollout.transfer.stacks import ExpertStack, StackBuilder, parse_stack_name
 
 
@@ -39,7 +40,7 @@ def changed_tensors(bucket: Tensor, bucket_info: Checked) -> list[str]:
         end = start + part.numel()
         pages += (
             (start + page * PAGE_BYTES, min(end, start + (page + 1) * PAGE_BYTES))
-            for page in changed_pages(page_checksums(part, torch.int64), checksums)
+            for page in changed_pages(tensor_checksums(part), checksums)
         )
         start = end
     ends = list(accumulate(_tensor_sizes(bucket_info)))

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from moejob_api.contract.weight_checksums import page_checksums
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
+from moejob_rollout.transfer.checksums import tensor_checksums
 
 
 @dataclass
@@ -47,10 +46,6 @@ class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
                 self.note_tensors(names)
                 for name in names:
                     tensor = file.get_tensor(name)
-                    if name in checksums and _page_checksums(tensor) != checksums[name]:
+                    if name in checksums and tensor_checksums(tensor) != checksums[name]:
                         self.note_changed([name])
                     yield name, tensor
-
-
-def _page_checksums(tensor: Tensor) -> list[int]:
-    return page_checksums(tensor.reshape(-1).view(torch.uint8), torch.int64)

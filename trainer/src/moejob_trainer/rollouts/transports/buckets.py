@@ -21,8 +21,8 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moejob_api.contract.weight_checksums import page_checksums
 from moejob_trainer.distributed import messages
+from moejob_trainer.rollouts.transports.checksums import tensor_checksums
 
 # 512 MiB of bfloat16: beside its copies a bucket takes 5 ms of engines. Elements, not bytes: a rank does not know the
 # type of what another one owns.
@@ -157,7 +157,7 @@ def _pack_tensors(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     for tensor, end in zip(tensors.values(), ends, strict=True):
         data[end - tensor.nbytes : end] = tensor.reshape(-1).view(torch.uint8)
     # Of the owner's memory: the way to other ranks is a part of the way to engines.
-    return Bucket((BucketPart(entries, tuple(page_checksums(data, torch.int64))),), data)
+    return Bucket((BucketPart(entries, tuple(tensor_checksums(data))),), data)
 
 
 def _wait_for_transfers(operations: list[dist.P2POp]) -> None:

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moejob_api.contract.weight_checksums import page_checksums
 from moejob_trainer.distributed import messages
 from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import TransferResult
 from moejob_trainer.rollouts.sync import WeightSync
+from moejob_trainer.rollouts.transports.checksums import tensor_checksums
 from moejob_trainer.rollouts.wire import WeightsLabel
 
 _BUCKET_BYTES = 256 * 1024**2
@@ -115,13 +114,9 @@ def _write_files(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int)
             path = folder / f"rank-{rank:05}-{number:05}.safetensors"
             problem = _save_bucket(bucket, path, size)
             paths.append(str(path))
-            checksums.append({name: _checksums(tensor) for name, tensor in bucket.items()})
+            checksums.append({name: tensor_checksums(tensor) for name, tensor in bucket.items()})
     # The weights are read to their end even after a failure: other ranks need this rank in their collectives.
     return _WrittenFiles(tuple(paths), size, tuple(checksums), problem)
-
-
-def _checksums(tensor: Tensor) -> list[int]:
-    return page_checksums(tensor.reshape(-1).view(torch.uint8), torch.int64)
 
 
 def _save_bucket(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None:
