@@ -25,7 +25,6 @@ from moejob_api.job.grpo import (
     PolicyLoss,
 )
 from moejob_trainer.objectives.grpo.advantages import EPSILON, compute_advantages
-from moejob_trainer.objectives.grpo.groups import has_all_rewards, has_signal, overlong_penalty
 from moejob_trainer.objectives.grpo.loss import (
     Clipping,
     LossMask,
@@ -37,6 +36,7 @@ from moejob_trainer.objectives.grpo.loss import (
     mismatch_weights,
     policy_loss,
 )
+from moejob_trainer.objectives.grpo.sampling import has_all_rewards, has_signal, overlong_penalty
 
 
 @dataclass(frozen=True)

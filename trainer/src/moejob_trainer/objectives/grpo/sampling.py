@@ -1,7 +1,8 @@
 """Groups of answers with their rewards, which rank 0 samples while the other ranks wait.
 
-All requests of a step are sent at once, and each answer is scored as soon as it arrives. Knows the interface of a
-generator and no engine behind it.
+All requests of a step are sent at once, and each answer is scored as soon as it arrives. This module also decides which
+groups a step learns from, and how much a long answer loses. Knows the interface of a generator, and nothing of the
+engines behind it, of advantages or of losses.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from moejob_api.job.grpo import Grpo
+from moejob_api.job.grpo import Grpo, OverlongAnswers
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.shuffling import mix_keys
-from moejob_trainer.objectives.grpo.groups import has_all_rewards, has_signal, overlong_penalty
 from moejob_trainer.rewards.completion import Completion
 from moejob_trainer.rewards.scorer import CompletionScore, Scorer
 from moejob_trainer.rollouts.interface import Answer, AnswerGenerator, GenerationRequest, SamplingParams
+
+Floats = npt.NDArray[np.floating[Any]]
+Booleans = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,3 +177,25 @@ async def sample_groups(
         reward_seconds,
         left_out_groups,
     )
+
+
+def has_signal(rewards: Floats) -> Booleans:
+    """Return the groups whose rewards differ; in all others every advantage is 0. [groups, members] -> [groups]"""
+    differs: Booleans = np.ptp(rewards, axis=1) > 0
+    return differs
+
+
+def has_all_rewards(rewards: Floats) -> Booleans:
+    """Return the groups with a reward for every answer; a failed reward is NaN. [groups, members] -> [groups]"""
+    is_rewarded: Booleans = np.isfinite(rewards.sum(axis=1))
+    return is_rewarded
+
+
+def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: OverlongAnswers) -> Floats:
+    """Return the addition to the reward of answers of these lengths: 0, then linear down to -penalty.
+
+    With maxNewTokens 100, penaltyTokens 20 and penalty 1: 0 up to 80 tokens, -0.5 at 90, -1 at 100 (DAPO).
+    """
+    excess_tokens = np.clip(lengths - (max_new_tokens - settings.penalty_tokens), 0, settings.penalty_tokens)
+    penalties: Floats = -settings.penalty * excess_tokens / settings.penalty_tokens
+    return penalties

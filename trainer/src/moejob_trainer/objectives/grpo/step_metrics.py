@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moejob_trainer.objectives.grpo.groups import has_signal
-from moejob_trainer.objectives.grpo.sampling import AnswerGroup, SampledGroups
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, SampledGroups, has_signal
 from moejob_trainer.rollouts.interface import FinishReason
 
 
