@@ -19,8 +19,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
-from moejob_trainer.objectives.grpo.rollout import Author, Rollout, TokenSpan
-from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout_batch
+from moejob_trainer.objectives.grpo.rollout_batch import Author, Rollout, RolloutBatch, TokenSpan, build_rollout_batch
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.training import UpdateResult
 from moejob_trainer.training.micro_batch import Array

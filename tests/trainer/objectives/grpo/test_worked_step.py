@@ -13,7 +13,7 @@ from moejob_trainer.data.packing import BatchPlan, build_rank_batch, total_loss_
 from moejob_trainer.objectives.grpo import objective, rollout_batch
 from moejob_trainer.objectives.grpo.advantages import EPSILON
 from moejob_trainer.objectives.grpo.loss import Clipping, grpo_loss, policy_loss
-from moejob_trainer.objectives.grpo.rollout import build_rollout
+from moejob_trainer.objectives.grpo.rollout_batch import build_rollout
 from moejob_trainer.objectives.grpo.sampling import has_signal
 from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
 from moejob_trainer.training import LossTerms, TokenOutputs

@@ -13,8 +13,7 @@ from typing import Any, Self, TypeVar
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.objectives.grpo.rollout import build_rollout
-from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout_batch
+from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout, build_rollout_batch
 from moejob_trainer.objectives.grpo.sampling import GroupSampler, SampledGroups, sample_groups
 from moejob_trainer.objectives.grpo.step_metrics import (
     evaluation_metrics,
