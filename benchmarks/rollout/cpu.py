@@ -29,8 +29,7 @@ from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract.pods import weights_key
 from moejob_trainer.rollouts.connection import EngineConnection
-from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
-from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import SyncReport, Tokens
 from moejob_trainer.rollouts.publisher import EngineTransport, ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group

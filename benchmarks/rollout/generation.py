@@ -31,8 +31,7 @@ from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.planner.cost import TimeUse, step_cost
 from moejob_trainer.rollouts.connection import EngineConnection
-from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
-from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import Tokens
 from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport

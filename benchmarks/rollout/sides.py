@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.rollout.alone import MARK
 from engines import PYTHON, ROOT
-from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.fleet import FleetGenerator
 from moejob_trainer.rollouts.interface import Floats, GenerationRequest, SamplingParams, Tokens
 
 # Answers to each prompt.

@@ -14,8 +14,7 @@ from aiohttp import web
 
 from moejob_api.contract.answers import AnswerRequest, WeightSpan
 from moejob_trainer.rollouts.connection import EngineConnection, RequestRefused
-from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits, NoEngineAvailable
-from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
+from moejob_trainer.rollouts.fleet import AnswerFailed, EngineFleet, FleetGenerator, FleetLimits, NoEngineAvailable
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel

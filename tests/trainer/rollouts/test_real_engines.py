@@ -26,8 +26,7 @@ from moejob_api.contract.pods import Environment, HttpPath
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import EngineConnection
-from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
-from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import Answer, Floats, GenerationRequest, SamplingParams, Tokens
 from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport

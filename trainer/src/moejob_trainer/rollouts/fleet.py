@@ -1,7 +1,8 @@
-"""The engines of a run: which of them hold the published weights, and which has the fewest requests.
+"""The engines of a run: which of them hold the published weights, which has the fewest requests, and their answers.
 
 Rank 0 alone has a fleet. An engine serves while it replies and reports the newest published weights. An engine that was
 away has to prove its weights again. Members of a group go to one engine, whose prefix cache computes their prompt once.
+Knows neither how weights travel nor what answers are for.
 """
 
 from __future__ import annotations
@@ -16,14 +17,28 @@ from typing import Any, TypeVar
 
 from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import EngineConnection, EngineLost, RequestRefused
-from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, is_trainer_label
+from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
+from moejob_trainer.rollouts.wire import (
+    BadReply,
+    WeightInfo,
+    WeightsLabel,
+    answer_request_body,
+    is_trainer_label,
+    read_answer,
+)
 from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
+# A request that has ended this many engines would end the others, too.
+_TRIES = 5
 
 
 class NoEngineAvailable(RuntimeError):
     """No engine can be asked."""
+
+
+class AnswerFailed(RuntimeError):
+    """An answer that no engine could give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,3 +306,46 @@ async def _filter_engines(
     """Return the engines that satisfy a predicate, all asked at once."""
     matches = await asyncio.gather(*(predicate(engine) for engine in engines))
     return tuple(engine for engine, is_match in zip(engines, matches, strict=True) if is_match)
+
+
+class FleetGenerator:
+    """Answers from a fleet. A lost engine costs its unfinished answers, which other engines generate again.
+
+    May be awaited in any event loop; cancelling a request ends its work in the engine.
+    """
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
+        """Return an answer, from whichever engine has the least work and holds the published weights."""
+        return await self._fleet.connection.await_result(self._generate_answer(request, sampling))
+
+    async def wait_until_outdated(self) -> None:
+        """Wait until no engine has the published weights any more, and one is there to take them again."""
+        await self._fleet.connection.await_result(self._fleet.wait_until_outdated())
+
+    async def _generate_answer(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
+        reasons = []
+        for _ in range(_TRIES):
+            engine = await self._fleet.acquire(request.group)
+            try:
+                return await self._fleet.await_unless_lost(engine, self._request_answer(engine, request, sampling))
+            except (EngineLost, BadReply) as error:
+                reasons.append(str(error))
+                # The fleet's watch lets it serve again once it reports the published weights.
+                await self._fleet.lose_engine(engine, str(error))
+            finally:
+                await self._fleet.release(engine, request.group)
+        raise AnswerFailed(f"member {request.member} of group {request.group} failed {_TRIES} times: {reasons}")
+
+    async def _request_answer(
+        self, engine: RolloutEngine, request: GenerationRequest, sampling: SamplingParams
+    ) -> Answer:
+        label = self._fleet.label
+        if label is None:
+            raise EngineLost("no weights have been published")
+        body = await self._fleet.post(
+            engine, HttpPath.ANSWER, answer_request_body(request, sampling), self._fleet.limits.answer_seconds
+        )
+        return read_answer(request, sampling, body, label.run)

@@ -23,8 +23,7 @@ from moejob_trainer.megatron.generation_offload import make_generation_offload
 from moejob_trainer.megatron.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.rollouts.connection import EngineConnection
-from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
-from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import RoutedLayers, Tokens
 from moejob_trainer.rollouts.publisher import EngineTransport, ProbeTerms, Publisher, SharedGpuMemory
 from moejob_trainer.rollouts.transports.broadcast import (
