@@ -1,8 +1,8 @@
 """Signs that a GRPO run learns nothing, found in the numbers of its last steps, each with what to change.
 
-An update is made of the differences between the answers of a group. Where all have the same reward there is none, and
-where most are cut off the reward sees half an answer: the run makes its steps, and the model stays as it was.
-`moejob run` shows what is said here, and rank 0 logs it. Knows neither files nor screens.
+An update is made of the differences between the rewards of a group. If all answers have the same reward, there is no
+difference; if most answers are cut off, the reward sees half an answer. Then the run makes its steps, and the model
+stays as it was. `moejob run` shows these signs, and rank 0 logs them. Knows neither files nor screens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Protocol
 
 from moejob_api.job.grpo import Grpo
 
-# Single steps vary: of 4 groups a step, half of which have a signal, one step in 16 has none. Over 5 steps that are 20
-# groups, it is one run in a thousand that has less than a fifth.
+# Single steps vary: with 4 groups a step and a signal in every other group, one step in 16 has no signal. 5 steps have
+# 20 groups, and in one run of a thousand fewer than a fifth of these have a signal.
 WINDOW_STEPS = 5
 # From here on half of what engines generate, and more, teaches nothing: the same update would cost half as much with
 # other prompts. Replacing such groups (dynamicSampling) asks for twice as many answers.
@@ -97,14 +97,14 @@ def _flat_signal(lines: Sequence[StepRewards], recent: Sequence[StepRewards], gr
 
 
 def _has_risen(lines: Sequence[StepRewards]) -> bool:
-    """Return whether the reward is above that of the first steps: then groups are equal because answers are right."""
+    """Return whether the reward is above the first steps' reward: then groups are equal because answers are right."""
     first, last = lines[:WINDOW_STEPS], lines[-WINDOW_STEPS:]
     return fmean(line.reward or 0.0 for line in last) > fmean(line.reward or 0.0 for line in first)
 
 
 def _cut_signal(recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
     share = fmean(line.cut_share for line in recent)
-    # A step of which no answer is left has no share.
+    # A step without any answer left has no share.
     if isnan(share) or share < MOST_CUT:
         return None
     message = (

@@ -49,8 +49,8 @@ def gpu_divisions(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[GpuDivis
 def with_runnable_engines(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spec, ...]:
     """The job with engines of each size that holds the model, the smallest first.
 
-    Larger ones leave more memory to the trainer and answer faster, and there are fewer of them. Where no engine holds
-    the model the job stays as it is, and its engines are what is wrong with it.
+    Larger engines leave more memory to the trainer and answer faster, but there are fewer. Where no engine holds the
+    model, the job stays as it is, and its engines are its problem.
     """
     if spec.grpo is None:
         return (spec,)

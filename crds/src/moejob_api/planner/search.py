@@ -71,7 +71,7 @@ def best_layouts(
 
 @dataclass(frozen=True, slots=True)
 class LeanestLayout:
-    """The layout that needs the least of a GPU, whatever it costs in time."""
+    """The layout that needs the least memory of a GPU, at any cost in time."""
 
     parallelism: Parallelism
     bytes: int
@@ -96,7 +96,7 @@ def find_leanest_layout(spec: Spec, shape: ModelShape, gpus: int) -> LeanestLayo
 
 @dataclass(frozen=True, slots=True)
 class _SearchInputs:
-    """The inputs that are the same for every candidate. asked: problems the job has whatever its layout."""
+    """The inputs that are the same for every candidate. asked: problems that the job has with every layout."""
 
     spec: Spec
     shape: ModelShape
@@ -257,7 +257,7 @@ def _weigh_cut(
         candidate = _candidate_spec(inputs.spec, parallelism, (micro, granularity, offload))
         case = prepare_case(candidate, inputs.shape, sizes, inputs.kinds)
         seconds = sum(step_seconds(case, machine).values())
-        # Recomputing more takes longer: what is too slow now stays too slow.
+        # Recomputing more takes longer: a candidate that is too slow now stays too slow.
         if seconds >= ranking.seconds_to_beat(_group_sizes(sizes)):
             return
         if not can_fit(case, inputs.memory):

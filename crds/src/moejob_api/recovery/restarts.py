@@ -177,7 +177,7 @@ def delay_seconds(restarts: int) -> float:
 
 
 def find_culprit(failures: tuple[Failure, ...]) -> Failure:
-    """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first.
+    """The failure that explains the others: a final failure, else the cluster's, else a lost pod's, else the first.
 
     A failure that reports lost peers is a consequence, and explains no other one.
     """
@@ -211,7 +211,7 @@ def _smallest_action(failures: tuple[Failure, ...], charged: RestartBudget, reas
 
 def _failure_reason(failure: Failure) -> str:
     if failure.cause is FailureCause.BAD_CONFIGURATION and failure.message:
-        # What is wrong with the job and what mends it; which pod said it first is no part of that.
+        # The message says what is wrong with the job and how to mend it; the pod that said it first is of no interest.
         return failure.message
     text = f"{failure.cause} in pod {failure.pod}"
     return f"{text}: {failure.message}" if failure.message else text

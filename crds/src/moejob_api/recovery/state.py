@@ -40,7 +40,7 @@ class RecoveryState:
     # Restarts in place of the present pods that were charged. A gang begins with 0: one before the first report is a
     # failure, too. None after a pod was replaced: its peers restart their ranks for it, until all have reported again.
     rank_restarts: int | None = 0
-    # The highest step of which a checkpoint was ever reported, though that one may be unreadable by now.
+    # The highest step with a reported checkpoint; the checkpoint may be unreadable by now.
     checkpoint_step: int | None = None
 
 
@@ -59,7 +59,7 @@ class GangReport:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The action after failures, and the state after it. One that continues another costs nothing."""
+    """The action after failures, and the state after it. An action that continues an earlier action costs nothing."""
 
     action: RecoveryAction
     state: RecoveryState

@@ -1,7 +1,7 @@
 """The rules a job has to keep. Each is a pure function from the spec (and the model's shape) to problems.
 
-Order matters to the reader of the problems only: what is wrong with the numbers by themselves comes before what is
-wrong with them for this model.
+Their order matters only to the reader of the problems: contradictions between the numbers come first, contradictions
+between the numbers and the model second.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ ImageNames = tuple[
 Pairs = tuple[
     Annotated[str, Field(max_length=512, pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*(\*|=[-A-Za-z0-9_./:]*\*?)$")], ...
 ]
-# Labels by which Services of a namespace select its pods are mostly without a prefix, and those that tools write for
-# people's own use mostly with one.
+# Services mostly select pods by labels without a prefix; labels that tools write for people mostly have a prefix.
 _PREFIXED = "*/*"
 LabelPairs = tuple[
     Annotated[
@@ -124,7 +123,7 @@ def limit_problems(spec: Spec, limits: JobLimits) -> Iterator[Problem]:
 
 
 def is_among(name: str, allowed: tuple[str, ...]) -> bool:
-    """Return whether a name is one of those, or begins like one of those that end in a star."""
+    """Return whether a name equals an allowed name, or begins with an allowed name that ends in a star."""
     return any(_is_match(name, pattern) for pattern in allowed)
 
 

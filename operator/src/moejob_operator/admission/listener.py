@@ -1,4 +1,4 @@
-"""An HTTP listener that strangers may reach: it bounds connections and closes those that only wait.
+"""An HTTP listener that strangers may reach: it bounds connections and closes the idle ones.
 
 When all places are taken, the connection gives way that has waited longest for its handshake, a request or the rest of
 a request: silent and slow connections keep out neither an API server nor a probe.
@@ -120,7 +120,7 @@ class _BoundedHandler(web.RequestHandler):
             self._server.mark_body_received(self)
 
     def log_exception(self, *arguments: Any, **options: Any) -> None:
-        """Log our own faults alone: strangers could fill the log with those of clients."""
+        """Log our own faults alone: strangers could fill the log with their clients' faults."""
         if not isinstance(options.get("exc_info"), _FAULTS_OF_CLIENTS):
             super().log_exception(*arguments, **options)
 

@@ -14,7 +14,7 @@ from moejob_operator.children.shared import SECRET_KEY
 
 
 def environment_variables(attempt: Attempt, role: PodRole, index: int) -> list[dict[str, Any]]:
-    """Variables of one pod. The job's come first: the contract's win over them and can refer to none of them."""
+    """Variables of one pod. The job's come first, so that the contract's override them and cannot refer to them."""
     contract = _contract_variables(attempt, role, index)
     return [
         *(_job_variable(variable) for variable in attempt.spec.resources.env),

@@ -1,6 +1,6 @@
 """Gang schedulers, which start all pods or none: the API of each, its object, and what it reads from the pods.
 
-Fields are those of the published APIs: scheduling.k8s.io/v1alpha2 (Kubernetes 1.36), scheduling.volcano.sh/v1beta1,
+Fields follow the published APIs: scheduling.k8s.io/v1alpha2 (Kubernetes 1.36), scheduling.volcano.sh/v1beta1,
 scheduling.x-k8s.io/v1alpha1 (scheduler-plugins), and Kueue's labels for groups of plain pods.
 """
 

@@ -35,7 +35,7 @@ def pod_affinity(attempt: Attempt, role: PodRole, index: int) -> dict[str, Any] 
     key = attempt.spec.resources.topology_key
     if key is None or role is not PodRole.TRAINER or attempt.layout.nodes == 1:
         return None
-    # Kueue places by its own annotations, and takes pods that differ in affinity for roles, of which it allows eight.
+    # Kueue places by its own annotations. It counts each affinity of pods as a role, and allows eight roles.
     if attempt.gang is GangScheduler.KUEUE:
         return None
     near = {"weight": 100, "podAffinityTerm": _affinity_term(attempt, key, None)}

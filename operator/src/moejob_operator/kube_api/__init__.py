@@ -1,5 +1,5 @@
 """The API server as this operator reads and writes it: client, watches, cache, lists; and the pods, asked over HTTP.
 
-api_server.py is the real one of the two implementations of moejob_operator.cluster; the other modules are its parts.
-Must not know kopf, nor how a job is decided about: what is read here becomes facts in observed/.
+api_server.py implements moejob_operator.cluster for a real API server; the other modules are its parts. Must not know
+kopf, nor how the operator decides about a job: observed/ turns the bodies read here into facts.
 """

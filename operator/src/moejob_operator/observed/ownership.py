@@ -27,7 +27,7 @@ class ControllingJob:
 
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """The place of a pod in its job, of which its name is made."""
+    """The place of a pod in its job, as its name says."""
 
     role: PodRole
     attempt: int

@@ -1,4 +1,4 @@
-"""Reading API bodies that may hold anything: whatever is not of the expected kind is absent."""
+"""Reading API bodies that may hold anything: a value of an unexpected kind counts as absent."""
 
 from __future__ import annotations
 

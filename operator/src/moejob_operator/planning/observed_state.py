@@ -145,7 +145,7 @@ def _present_attempt_number(observation: Observation) -> int:
 
 
 def _recorded_restarts(observation: Observation) -> Restarts:
-    """Return the recorded restarts; before the first status, or after one that was lost, a new gang's."""
+    """Return the recorded restarts; before the first status, or after a lost status, a new gang's."""
     status = observation.job.status
     return forget_gang(status.restarts) if status.phase is None else status.restarts
 
@@ -197,7 +197,7 @@ def present_attempt(s: ObservedState) -> Attempt:
 
 
 def _gang_service(s: ObservedState) -> str:
-    """Return the Service of the gang, or before there is one that of the engines, which outlive gangs.
+    """Return the Service of the gang; before it exists, the Service of the engines, which outlive gangs.
 
     A pod's environment names the others by it, and a pod's host name exists in one Service only.
     """

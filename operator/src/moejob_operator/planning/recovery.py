@@ -128,7 +128,7 @@ def _recovery_reason(recovery: Recovery, failed_pods: tuple[FailedPod, ...]) -> 
 
 
 def last_restarts(s: ObservedState) -> tuple[Restarts, LastFailure | None]:
-    """Return the restarts with those that only termination messages report: the gang ended before the next poll."""
+    """Return all restarts, including those in termination messages only: the gang ended before the next poll."""
     if s.ladder.rank_restarts is None:
         # No pod was polled since one was replaced, and that replacement restarted the ranks of the others.
         return s.restarts, None

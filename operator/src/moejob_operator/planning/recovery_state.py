@@ -47,6 +47,6 @@ def restarts_with_state(restarts: Restarts, state: RecoveryState, uids: Mapping[
 
 
 def forget_gang(restarts: Restarts) -> Restarts:
-    """Return the same budget with no memory of pods: the next gang has none of them, and none of their restarts."""
+    """Return the same budget without any memory of pods: the next gang has other pods, and no restarts yet."""
     cleared = {"in_place": 0, "rank_restarts": 0, "gang_was_whole": False, "replacing": (), "start_after": None}
     return restarts.model_copy(update={"ladder": restarts.ladder.model_copy(update=cleared)})

@@ -1,4 +1,4 @@
-"""The reason why the gang does not run yet: first whatever a person could do something about."""
+"""The reason why the gang does not run yet: reasons that a person can remove come first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_wait_reason(s: ObservedState) -> WaitReason:
 
 
 def find_engine_wait_reason(s: ObservedState) -> WaitReason | None:
-    """Return the hold beside a gang that runs: an object the API server refused, or one that engines wait for."""
+    """Return the hold-up beside a gang that runs: an object that the API server refused, or that engines wait for."""
     return _refused_creation(s) or _waiting_container(s.rollouts) or _unschedulable_pod(s.rollouts)
 
 

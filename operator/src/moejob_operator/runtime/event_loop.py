@@ -1,7 +1,7 @@
 """The event loop of a replica: uvloop's, which leaves no descriptor of a connection with two owners.
 
-uvloop 0.23 closes the descriptor of a given socket when the server resets it before the ClientHello is written, and the
-socket does not learn of it. When the socket is freed, it closes whatever has that number by then: another connection.
+If the server resets a connection before the ClientHello is written, uvloop 0.23 closes the descriptor of a given socket
+without telling the socket. The freed socket later closes the same number again, which is another connection by then.
 """
 
 from __future__ import annotations

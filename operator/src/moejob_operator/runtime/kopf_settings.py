@@ -12,7 +12,7 @@ from moejob_operator.runtime.job_watch import INACTIVITY_SECONDS
 
 
 def configure_kopf(settings: kopf.OperatorSettings, reviewers: Executor, server: kopf.WebhookServerProtocol) -> None:
-    """Set kopf up. Synchronous handlers, of which there is the check of a job, run in `reviewers`."""
+    """Set kopf up. Synchronous handlers run in `reviewers`; the only one is the check of a job."""
     # To see definitions and namespaces come and go, kopf would need the right to watch all of them.
     settings.scanning.disabled = True
     settings.peering.standalone = True

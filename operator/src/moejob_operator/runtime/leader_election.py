@@ -1,8 +1,8 @@
 """Leader election by a Lease of coordination.k8s.io/v1: who leads, and until when at most.
 
-Safe by one inequality, whatever the clocks of others say: a leader may act for `renew_deadline_seconds` from before it
-sent its last successful renewal; a follower takes over no sooner than `lease_seconds` after it saw that renewal, which
-is later. Both measure on clocks of their own; the times written into the Lease are for people.
+One inequality makes it safe, even if clocks disagree: a leader may act for `renew_deadline_seconds`, counted from just
+before it sent its last successful renewal. A follower takes over no sooner than `lease_seconds` after it saw the same
+renewal, which is later. Each measures on its own clock; the times written into the Lease are for people.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Move = AcquireLease | RenewLease | WaitForLease
 
 
 def observe_lease(before: LeaseObservation | None, lease: Lease | None, now: float) -> LeaseObservation:
-    """Return the observation of a Lease as read: one that has not changed keeps the time when it was first seen."""
+    """Return the observation of a Lease as read: an unchanged Lease keeps the time when it was first seen."""
     if before is not None and before.lease == lease:
         return before
     return LeaseObservation(lease, now)

@@ -24,7 +24,7 @@ CLOSING_SECONDS = 5.0
 
 
 class Operator:
-    """The parts of a replica, running. One that ends sets `stopping`, for the process, and fails the probe."""
+    """The running parts of a replica. A part that ends sets `stopping`, for the process, and fails the probe."""
 
     def __init__(self, parts: ReplicaParts, stack: AsyncExitStack, stopping: asyncio.Event) -> None:
         self.has_failed = False

@@ -77,7 +77,7 @@ def _use_of_rest(s: ObservedState, decision: Decision) -> _TimeUse:
 
 
 def _is_recovering(s: ObservedState) -> bool:
-    """Return whether the run has not reported since it failed; one that was suspended since starts as others do."""
+    """Return whether the run has not reported since it failed; a run suspended since then starts as any other."""
     failed_at = parse_time(None if s.status.last_failure is None else s.status.last_failure.time)
     pause = written_condition(s.status, ConditionType.SUSPENDED)
     since = (_last_report_time(s), parse_time(None if pause is None else pause.last_transition_time))

@@ -178,5 +178,5 @@ def _loaded_shards(layer: nn.Module, arguments: Mapping[str, Any]) -> Iterator[S
 
 
 def _lacks_all(tied: Sequence[str], name: str, missing: Collection[str]) -> bool:
-    """Return whether a tied parameter was loaded by none of its names, of which the first stands for all; pure."""
+    """Return whether a tied parameter was loaded by no name; its first name is the one to report. Pure."""
     return name == tied[0] and all(other in missing for other in tied)

@@ -165,7 +165,7 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoints:
-    """Checkpoints of one run, whose saves may take longer than a step as long as they move bytes.
+    """Checkpoints of one run. A save may take longer than a step while it moves bytes.
 
     The caller's function runs when there is nothing to resume from.
     """

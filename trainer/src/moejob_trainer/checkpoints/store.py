@@ -248,12 +248,12 @@ class CheckpointStore:
             with explain_failure(doing, path):
                 yield
         except (BadConfiguration, TransientFailure):
-            # A newer attempt removes this one's files: that is the cause, whatever the volume reports.
+            # A newer attempt removes this attempt's files: it is the cause of any error that the volume reports.
             self.run_folder.require_ours("saves")
             raise
 
     def _take_current_save(self) -> _SaveInProgress | None:
-        """Take out the save that is under way: one that fails from here on is not tried again."""
+        """Take out the current save: a save that fails from here on is not repeated."""
         saving, self._current_save = self._current_save, None
         return saving
 

@@ -85,7 +85,7 @@ class TensorGathering:
                 yield piece, None if weight is None else self._assemble_if_owned(piece, weight, owners)
 
     def held_parameters(self) -> Iterator[Parameter]:
-        """The parameters of which this rank holds a part."""
+        """The parameters that this rank holds, whole or in part."""
         return (parameter for parameter in self.table.parameters if parameter.name in self.state)
 
     def _pieces_of_parameter(
@@ -164,7 +164,7 @@ def hugging_face_tensors(
 
 
 def published_names(piece: TensorPiece, table: TensorTable) -> tuple[str, ...]:
-    """Return the names of a piece in files: its own, and those of its copies that are written."""
+    """Return the names of a piece in files: its own name, and the names of its written copies."""
     copies = (copy.tensor for copy in table.copies if copy.original == piece.tensor and copy.is_written)
     return (piece.tensor, *copies)
 

@@ -151,7 +151,7 @@ def _expected_files(name: str, folder: Path, pinned: PinnedRepository | None) ->
 def pin_dataset_commit(name: str, pins: HubPins) -> str | None:
     """Return the commit of a data set that the run is bound to, from the first time on. None: the hub is not reached.
 
-    What is read then is a copy on this machine, whose commit is unknown.
+    The source is then a copy on this machine, of an unknown commit.
     """
     pinned = pins.find_pin(RepositoryKind.DATASET, name)
     if pinned is not None:

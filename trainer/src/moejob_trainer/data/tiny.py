@@ -121,7 +121,7 @@ def sum_records(split: str) -> Iterator[Mapping[str, object]]:
 
 
 def guess_records(split: str) -> Iterator[Mapping[str, object]]:
-    """Conversations that ask each of these sums five times: three answers are right, two are those of other sums.
+    """Conversations that ask each of these sums five times, with three right answers and two answers of other sums.
 
     A model that has learned them knows what an answer looks like and often gives the right one; rewards teach the rest.
     """

@@ -1,7 +1,7 @@
 """Decisions that all ranks share: rank 0 decides, the others receive it, a failure of one is a failure of all.
 
-A collective that only some ranks reach hangs the run; so whatever can fail is caught, sent to all, and raised on
-every rank alike. The transport (torch.distributed) is passed in.
+A collective that only some ranks reach hangs the run; so each rank catches its failures, sends them to all, and every
+rank raises the same one. The transport (torch.distributed) is passed in.
 """
 
 from __future__ import annotations

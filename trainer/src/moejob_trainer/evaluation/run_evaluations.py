@@ -60,7 +60,7 @@ class Evaluator:
     beat: Callable[[int], object] = lambda _: None
 
     def evaluate_sets(self, step: int) -> Mapping[str, float]:
-        """Evaluate; return the metrics of all sets together, then those of each set if there are several."""
+        """Evaluate; return the metrics of all sets together, then of each set if there are several."""
         answer_metrics = self.prompts.evaluate_answers(step, self.engine, self.share, partial(self.beat, step))
         return {**self._loss_metrics(), **answer_metrics}
 

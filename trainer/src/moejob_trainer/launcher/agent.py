@@ -317,7 +317,7 @@ class Agent:
         return Fault(cause, self._death_message(rank, code), rank, code, self._latest_step())
 
     def _death_message(self, rank: int, code: int) -> str:
-        """Describe the end of a rank, with its last line; one that was killed at once could not write any."""
+        """Describe the end of a rank, with its last line; a rank killed at once could not write a line."""
         if code == -signal.SIGKILL:
             is_starved = count_memory_kills() > self._kills_before
             return f"rank {rank} was killed by signal {-code}{_STARVED if is_starved else ''}"
@@ -402,7 +402,7 @@ class Agent:
         return None
 
     def _end_round(self, current: Round, fault: Fault) -> tuple[Ending, Ending]:
-        """The ending that this pod wants, and the one that holds."""
+        """The ending that this pod proposes, and the ending that all pods follow."""
         my_ending = ending_by_fault(self._failure_origin(), fault, self._rendezvous.ending_before(current.number))
         round_ending = self._rendezvous.end_round(current.number, my_ending)
         if my_ending.is_final and round_ending != my_ending:

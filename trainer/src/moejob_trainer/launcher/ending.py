@@ -158,7 +158,7 @@ def launcher_exit_code(ending: Ending | Fault) -> int:
 
 
 def blamed_rank(exits: dict[int, int]) -> int:
-    """Return the rank to blame: one that refuses the configuration, else one that was killed, else the lowest.
+    """Return the rank to blame: a rank that refuses the configuration, else a killed rank, else the lowest.
 
     The exits are all that were seen at one moment; peers of a dead rank fail a little later, on a broken connection.
     """

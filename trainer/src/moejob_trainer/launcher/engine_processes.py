@@ -84,7 +84,7 @@ class PodEngines:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The engines that run; whatever else they have started goes with them."""
+        """The running engines; their own children end with them."""
         return frozenset(engine.pid for engine in self._engines if engine.pid is not None)
 
     def keep_running(self) -> None:

@@ -54,7 +54,7 @@ def _is_absent(name: str) -> bool:
 
 if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
-    # Else torch asks the CUDA driver whether there is a GPU, and a process that has may not fork one that uses it.
+    # Else torch asks the CUDA driver whether there is a GPU, and after that no forked process could use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Collecting garbage would take a sixth of the import time. Imported objects stay, so ranks skip them, too: that
     # saves half a second each time, and memory, since a visit to an object copies its page.

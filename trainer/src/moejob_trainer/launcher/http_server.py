@@ -1,7 +1,7 @@
 """/progress, /ready and /metrics of a pod, served from threads of the launcher while ranks come and go.
 
-It asks for no key, so whatever a client does is bounded: connections, and with them threads, the time of one and the
-bytes of its request. A new connection takes the place of the oldest: a silent client keeps out no probe.
+It asks for no key, so it bounds its clients: the number of connections (each has a thread), the time of a connection
+and the bytes of a request. A new connection takes the place of the oldest: a silent client keeps out no probe.
 """
 
 from __future__ import annotations

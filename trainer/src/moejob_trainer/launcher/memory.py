@@ -27,7 +27,7 @@ def count_memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
 def pinning_trouble(spec: Spec, limit_bytes: int) -> str | None:
     """Return the reason that NCCL cannot register memory with RDMA cards; None without cards or a limit.
 
-    No capability of the pod mends it: its user is not root, and gets nothing of one that is added.
+    No capability of the pod mends it: its user is not root, and an added capability is not granted to it.
     """
     if spec.resources.rdma is None or limit_bytes == resource.RLIM_INFINITY:
         return None

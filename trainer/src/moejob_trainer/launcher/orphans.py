@@ -29,7 +29,7 @@ class Orphans:
         self._known_children, self._spared_children = frozenset(_child_pids()), spared_children
 
     def reap(self) -> None:
-        """Reap those that have ended."""
+        """Reap the orphans that have ended."""
         for pid in self._present_orphans():
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -104,7 +104,7 @@ class Preload:
         return None
 
     def _await_ending(self, pid: int) -> None:
-        """Wait until a killed server is gone: until then it would count as the one that runs."""
+        """Wait until a killed server is gone: until then it would count as the running server."""
         until = time.monotonic() + _KILL_SECONDS
         while _server_ending(pid) is None and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)

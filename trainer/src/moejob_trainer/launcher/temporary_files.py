@@ -20,7 +20,7 @@ _LONGEST_NAME = 85
 
 @contextmanager
 def launcher_folder() -> Iterator[Path]:
-    """A folder for the temporary files of this launcher; those of launchers that were killed go at once.
+    """A folder for the temporary files of this launcher; removes the folders of killed launchers at once.
 
     TMPDIR stays as it is: kernels that were compiled are kept there, and serve the next start too.
     """

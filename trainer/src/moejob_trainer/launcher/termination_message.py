@@ -9,7 +9,7 @@ from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
 
-# The least of a message beside commits: an explanation of what is wrong needs less.
+# Bytes left to the message beside commits: no explanation of a failure needs more.
 _LEAST_MESSAGE = 1024
 
 

@@ -29,7 +29,7 @@ def write_rows(x: Tensor, places: Tensor, shares: Sequence[Tensor], addresses: T
 def sum_rows(places: Tensor, shares: Sequence[Tensor], addresses: Tensor) -> Tensor:
     """For each token the sum of the rows at its places [t, k], in float32 and rounded once. [t, h]
 
-    Rows are added in the order of the places, as `combined` adds those of one rank: the sums agree bit for bit.
+    Rows are added in the order of the places, as for the rows of a single rank: the sums agree bit for bit.
     """
     fused = find_kernels("peer_rows", shares[0])
     if fused:

@@ -112,7 +112,7 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The experts int64 [t, k] that each token goes to, and their weights [t, k] in the routing's precision.
 
-    `selection_bias` [E] moves what is chosen and no weight. `chosen` [t, k] replays a choice made before.
+    `selection_bias` [E] moves the choice of experts, but not their weights. `chosen` [t, k] replays an earlier choice.
     """
     if selection_bias is None and (fused := _routing_kernels(logits, routing)):
         renormalized = routing.renormalized or routing.scoring is Scoring.SELECTED_SOFTMAX
@@ -184,8 +184,8 @@ def plain_document_counts(
 def switch_loss(scores: Tensor, counts: Tensor, tokens: Tensor | float, per_token: int) -> Tensor:
     """Return these tokens' part of the Switch Transformer's balancing loss; one when all are balanced.
 
-    scores [t, E] of the tokens here (zero for those not counted); counts [E] and `tokens` of all tokens that are
-    balanced together, here and elsewhere: the sum over the ranks is the loss, whatever the layout.
+    scores [t, E] of the tokens here (zero for tokens that do not count); counts [E] and `tokens` of all tokens that are
+    balanced together, here and elsewhere: the sum over the ranks is the loss in every layout.
     """
     experts = scores.shape[1]
     return (scores.sum(0) * counts).sum() * experts / (per_token * _square_count(tokens))
@@ -244,7 +244,7 @@ def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = N
 
 
 def plain_entropies(logits: Tensor, routing: Routing, counted: Tensor | None) -> Tensor:
-    """The entropy of each token, 0 of those that are not counted. [t]"""
+    """The entropy of each token, 0 for tokens that do not count. [t]"""
     entropies = torch.special.entr(balancing_scores(logits, routing)).sum(-1)
     return entropies if counted is None else entropies * counted
 

@@ -267,8 +267,7 @@ def _compute_statistics(logits: Tensor, places: Tensor, words: _VocabularyPart) 
 def plain_statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
     """Of each token's logits: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
 
-    Of the words in logits [t, words] only the first `existing` exist. The label's place [t] may be none of them: 0.
-    [4, t]
+    Only the first `existing` words of logits [t, words] exist. A label whose place [t] is not among them gets 0. [4, t]
     """
     logits = logits[:, :existing] if temperature == 1 else logits[:, :existing] / temperature
     maximum = logits.amax(-1)

@@ -1,7 +1,7 @@
-"""A matrix of which every replica keeps a share: gathered into the memory that products read, its gradients summed over
-replicas from the memory that products wrote.
+"""A matrix divided over replicas: gathered into the memory that products read, and its gradients summed over replicas
+from the memory that products wrote.
 
-Of a matrix [e, n, k] on r replicas each keeps about e n k / r elements, whole rows of k. torch's fully_shard would copy
+Each of r replicas keeps about e n k / r elements of a matrix [e, n, k], whole rows of k. torch's fully_shard would copy
 weights and gradients once more, on the stream of the products. Knows nothing of layers and passes.
 """
 
@@ -19,7 +19,7 @@ from moejob_trainer.megatron.shares import ReplicaSharding
 
 
 class DividedMatrix:
-    """One matrix: `share` is the parameter that is trained, `whole` the one that computes while it has memory."""
+    """One matrix: the optimizer updates the parameter `share`; products read `whole` while that has memory."""
 
     def __init__(
         self, padded: Tensor, sharded: ReplicaSharding, *, is_trained: bool, peers: Sequence[Tensor] = ()

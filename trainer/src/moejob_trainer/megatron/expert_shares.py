@@ -1,4 +1,4 @@
-"""Experts of which every replica keeps a share: which layers are whole, and when their matrices are gathered.
+"""Experts divided over replicas: which layers are whole, and when their matrices are gathered.
 
     computed   | experts 3   |  ...  | experts 4   |  ...        or backward, from 4 to 3
     on its way | layer 4 ------->    | layer 5 ------->
@@ -32,7 +32,7 @@ from moejob_trainer.model.recompute import is_recomputing
 ExpertMatrices = tuple[LocalExperts, Mapping[str, nn.Parameter]]
 # What grouped products multiply with. Biases and adapters are small, and used in other ways.
 MATRICES = ("gate_up", "down")
-# Layers that may be whole at a time: the one that is computed, and the next.
+# Layers that may be whole at a time: the current layer and the next.
 MOST_WHOLE = 2
 # Whole gradients of a matrix at a time: one that a product writes, and one that replicas sum.
 MOST_GRADIENTS = 2

@@ -1,7 +1,7 @@
 """Whole gradients, reduced to the shares of replicas while further products run.
 
-A gradient of 8 elements on 2 replicas: each writes all 8, rank 0 gets the sum of elements 0 to 3, rank 1 that of 4 to
-7, and both add it to what earlier micro batches left in their shares. Knows no layers and no matrices.
+A gradient of 8 elements on 2 replicas: each writes all 8, rank 0 gets the sums of elements 0 to 3, rank 1 the sums of 4
+to 7, and both add these to the sums of earlier micro batches in their shares. Knows no layers and no matrices.
 """
 
 from __future__ import annotations

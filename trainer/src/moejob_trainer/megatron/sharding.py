@@ -1,4 +1,4 @@
-"""Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout, beside
+"""Stages divided over replicas (ZeRO-3): torch's fully_shard over the groups of the layout, beside
 shares of experts' matrices that travel without being copied.
 
 Weights are divided over the ranks that see other documents. A layer is whole, in the model's type, while it computes

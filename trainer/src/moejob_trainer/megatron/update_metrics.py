@@ -77,7 +77,7 @@ class UpdateMetrics:
         return counters
 
     def _peak_memory(self) -> Tensor:
-        """Return one place for each rank, of which this rank fills its own: the sum then has all of them."""
+        """Return a tensor with a place for each rank, where this rank fills its own: the sum over ranks has all."""
         memory = torch.zeros(self.groups.world.size, dtype=torch.float64, device=self.device)
         memory[self.groups.world.rank] = peak_memory_bytes(self.device)
         return memory

@@ -170,7 +170,7 @@ def initialise_weights(
     seed: int,
     device: torch.device = _HOST,
 ) -> None:
-    """Fresh weights for a model of which only the config is published; every layout starts with the same ones.
+    """Fresh weights for a model with a published config only; every layout starts with the same weights.
 
     Each tensor is made whole and cut. The host takes seconds for each hundred million numbers, so this is for small
     models: the one that comes with moejob, and those of tests. A GPU is faster and draws other numbers.

@@ -1,10 +1,10 @@
 """Load balancing of experts: losses on the router, a bias on the choice, and the counts that both need.
 
-A balancing loss is attached to the probabilities that continue through the model, so that its gradient meets theirs
-whatever stage of the pipeline this is; it never appears in the loss of the run.
+A balancing loss is attached to the probabilities that continue through the model, so that its gradient meets theirs on
+every stage of the pipeline. The loss of the run never contains it.
 
-Every loss is a mean over the tokens or documents of the global batch, never over micro batches, for which documents
-share one is decided by the layout. With n[d,e] choices of expert e and T[d] tokens in document d, s the scores, k
+Every loss is a mean over the tokens or documents of the global batch, never over micro batches, since the layout
+decides which documents share a micro batch. With n[d,e] choices of expert e and T[d] tokens in document d, s scores, k
 choices of a token, E experts, D documents and T tokens in all:
 
     L[d] = E sum_e n[d,e] / (k T[d]) * sum_(t in d) s[t,e] / T[d]
@@ -69,7 +69,7 @@ class ExpertBalance(nn.Module):
         self.batch = GlobalBatch()
         # Choices of the whole global batch, where they are counted before it is trained on. [E]
         self.counted: Tensor | None = None
-        # By the number of the micro batch: what is computed again needs no second sum over ranks.
+        # By the number of the micro batch: a layer that is computed again needs no second sum over ranks.
         self._summed_counts: dict[int, Tensor] = {}
         sizes = {"load": (routing.experts,), "dropped": (), "loss": (), "entropy": (), "replayed": (), "differing": ()}
         for name, size in sizes.items():
@@ -162,7 +162,7 @@ class ExpertBalance(nn.Module):
 
 
 def _choose_loss(balancing: BalancingMethod, moe: MoE) -> tuple[BalancingMethod, float]:
-    """Return the balancing loss and its coefficient. ExpertBias may have one too: that of each sequence."""
+    """Return the balancing loss and its coefficient. ExpertBias may have a loss too, the loss of each sequence."""
     if balancing is BalancingMethod.EXPERT_BIAS:
         balancing, coefficient = BalancingMethod.SEQ_AUX_LOSS, moe.seq_aux_loss_coefficient
     else:

@@ -3,7 +3,7 @@
     stream of the training   layer 1 | layer 2   | layer 3   | loss    | layer 3   | layer 2   | layer 1
     stream of the copies             | 1 to host | 2 to host | 3, 3 to the GPU, 2  | 1
 
-So activations of at most two layers are on the GPU: the layer that computes, and the one that is being copied.
+So activations of at most two layers are on the GPU: the layer that computes, and the layer in copy.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class PackedBatch:
     # By the number of a layer, one more than the experts of the same tokens; those of 0 route by themselves. On the
     # host, until the layer wants them. Each [t, k]
     replayed: Mapping[int, Tensor] = field(default_factory=dict)
-    # Which of this rank's micro batches of the global batch it is, and of which update.
+    # The place of this micro batch among the rank's micro batches of the global batch, and its update.
     number: int = 0
     update: int = 0
     # Choices of experts are counted, and nothing else is wanted of this pass.

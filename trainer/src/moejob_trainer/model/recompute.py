@@ -85,7 +85,7 @@ def is_discarded(address: int) -> bool:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return what all views of a tensor have in common, and no other tensor as long as one of them lives."""
+    """Return the address that all views of a tensor share, and no other tensor has while any of them lives."""
     storage: Any = tensor.untyped_storage()
     address: int = storage._cdata  # noqa: SLF001 the only name that views of a tensor share
     return address

@@ -1,6 +1,6 @@
-"""All rewards of a job: completions are scored as they arrive, in batches of those that wait.
+"""All rewards of a job: the scorer takes the completions that wait as one batch, as soon as they arrive.
 
-Every completion gets a score or a failure, whatever a backend does: rank 0 would wait for a missing score, and all
+Every completion gets a score or a failure, even if a backend breaks: rank 0 would wait for a missing score, and all
 other ranks for rank 0.
 """
 

@@ -52,7 +52,7 @@ class FleetLimits:
     return_seconds: float = 120.0
     # An engine that has not reported its version for this long hangs.
     silence_seconds: float = 120.0
-    # The longest wait of a publication for an engine that was lost: each step would wait so long for one that hangs.
+    # The longest wait of a publication for a lost engine: for an engine that hangs, every step waits this long.
     lost_seconds: float = 10.0
     # The longest time of one answer, from its request to its last token.
     answer_seconds: float = 7200.0

@@ -34,7 +34,7 @@ class RoutedLayers:
     """The layers of a model that send tokens to experts, and the number of experts that each token goes to."""
 
     layers: int
-    # Numbers of those that have experts.
+    # Numbers of the layers with experts.
     routed: tuple[int, ...]
     experts: int
     per_token: int

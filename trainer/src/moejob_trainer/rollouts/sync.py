@@ -27,7 +27,7 @@ LoadWeights = Callable[[RolloutEngine], Awaitable[None]]
 
 
 class WeightSync:
-    """Steps of a synchronization over all engines; one that fails at a step is lost and takes no part in the next."""
+    """Steps of a synchronization over all engines; an engine that fails a step is lost, and has no part in the next."""
 
     def __init__(self, fleet: EngineFleet, *, sleeps: bool = False) -> None:
         self._fleet, self._sleeps = fleet, sleeps

@@ -17,7 +17,7 @@ from pathlib import Path
 # a slow volume reads megabytes a second. Both bounds lie an order of magnitude above idling and below working.
 _WORKING_SHARE = 0.05
 _WORKING_BYTES_PER_SECOND = 16 * 1024
-# Of /proc/PID/stat behind the name: utime, stime, and those of children that have been waited for.
+# Fields of /proc/PID/stat behind the name: utime and stime, of the process and of the children that it has reaped.
 _TIMES = slice(11, 15)
 _COUNTED = ("rchar", "wchar", "read_bytes", "write_bytes")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,7 +32,7 @@ class Activity:
 
 
 def read_activity(pid: int) -> Activity:
-    """Read the work of a process and its descendants so far; none of one that is gone."""
+    """Read the work of a process and its descendants so far; zero for a process that is gone."""
     pids = tuple(_process_family(pid))
     return Activity(sum(map(_cpu_seconds, pids)), sum(map(_moved_bytes, pids)))
 

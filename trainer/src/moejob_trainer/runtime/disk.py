@@ -97,7 +97,7 @@ def replace_file(disk: Disk, path: Path, content: bytes) -> None:
 
 
 def publish_file(disk: Disk, unfinished: Path, path: Path) -> None:
-    """Give a finished file its name, so that all of it survives a loss of power or none of it."""
+    """Give a finished file its name, so that after a loss of power it is whole or absent."""
     disk.sync(unfinished)
     disk.rename(unfinished, path)
     disk.sync(path.parent)
@@ -121,14 +121,14 @@ def sync_tree(disk: Disk, folder: Path) -> None:
 
 
 def is_small_file(path: Path) -> bool:
-    """Return whether a file of a model is none of its weights, which their writers have read back already."""
+    """Return whether a file of a model holds no weights; writers have read weights back already."""
     return path.suffix != ".safetensors"
 
 
 def publish_folder(
     disk: Disk, unfinished: Path, folder: Path, needs_reading: Callable[[Path], bool] = is_small_file
 ) -> None:
-    """Give a finished folder its name, so that all of it survives a loss of power or none of it; then read it back.
+    """Give a finished folder its name, so that after a loss of power it is whole or absent; then read it back.
 
     An older folder of that name is there until then; a crash in between leaves one of the two under `.NAME.replaced`.
     ChangedContent when storage returns other bytes; the older folder is then back in its place.

@@ -39,7 +39,7 @@ def read_ahead(
 ) -> Iterator[T]:
     """Yield the items in order, while the system reads the parts of files that the next ones need.
 
-    most_bytes: of the parts that are asked for and not yet wanted, beside those of one item.
+    most_bytes: the bytes of parts that are requested ahead, beside the parts of one item.
     """
     waiting: deque[tuple[T, int]] = deque()
     requested_bytes = 0

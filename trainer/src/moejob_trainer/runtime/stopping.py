@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class AgreedStop:
-    """SIGTERM asks; the ranks agree, for one that stopped alone would leave the others waiting."""
+    """SIGTERM asks for a stop; the ranks agree on it, for a rank that stopped alone would leave the others waiting."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -16,7 +16,7 @@ from moejob_trainer.training.micro_batch import MicroBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """The model's outputs for the labels of a micro batch: whole documents, whatever the layout. float32 [T]
+    """The model's outputs for the labels of a micro batch: whole documents in every layout. float32 [T]
 
     likeliest: instead, the likeliest token behind each one that was asked for, else -1. int64 [T]
 

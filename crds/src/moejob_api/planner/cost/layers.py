@@ -1,4 +1,4 @@
-"""Seconds of one layer for one microbatch on one GPU: forward pass, by what is done; the rest follows by factors."""
+"""Seconds of one layer's forward pass for one microbatch on one GPU, by use; the backward pass follows by factors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from moejob_api.planner.memory.temporaries import projection_width
 class LayerWork:
     """The inputs of a layer's time beside its shape.
 
-    keeping: without any recomputation. nodes: those that tokens visit on the way to their experts. speed: of products,
-    as a multiple of those in the model's type.
+    keeping: the settings without any recomputation. nodes: the nodes that tokens visit on the way to their experts.
+    speed: the speed of products, as a multiple of products in the model's type.
     """
 
     share: MicrobatchShare
@@ -229,8 +229,8 @@ def _expert_rows(experts: Experts, share: MicrobatchShare) -> float:
 
 
 def _usual_imbalance(share: MicrobatchShare) -> float:
-    """Rows of the fullest GPU of a layer like most, as a multiple of an even share: memory is kept for the worst."""
-    # What is beyond a capacity below that share is dropped.
+    """Rows of the fullest GPU in a usual layer, as a multiple of an even share: memory is kept for the worst layer."""
+    # A capacity below that share drops the rows beyond it.
     return min(share.expert_rows, (1 + share.expert_rows) / 2)
 
 
@@ -261,12 +261,12 @@ def _dispatch_seconds(layer: Layer, work: LayerWork) -> float:
 
 
 def _row_bytes(share: MicrobatchShare) -> float:
-    """Bytes of this rank's tokens, or of those that reach the fullest one in their place."""
+    """Bytes of this rank's tokens, or of the tokens that the fullest rank receives in their place."""
     return share.sequence_tokens * _usual_imbalance(share) * share.hidden * share.element_bytes
 
 
 def _travel_seconds(experts: Experts, work: LayerWork) -> float:
-    """Tokens one way between a rank and those that hold their experts."""
+    """Seconds for tokens to travel one way between a rank and the holders of their experts."""
     share, nodes, machine = work.share, work.nodes, work.machine
     bytes_once = _row_bytes(share)
     to_ranks = bytes_once * copies_sent(experts.per_token, share.expert)

@@ -38,12 +38,12 @@ DATA_EXPOSED, DATA_EXPOSED_IN_NODE = 0.3, 1.0
 # Where replicas copy from one another's memory the products keep the multiprocessors.
 READ_EXPOSED = 0.35
 # vLLM with CUDA graphs, a token of each of 8 to 512 sequences through 48 layers of Qwen3-30B-A3B: 13 to 38 ms on one
-# H100, of which 8 to 22 read weights and caches. The rest is by layer, and by sequence for its logits and its place.
+# H100. Reading weights and caches takes 8 to 22 of them; the rest grows with layers, and with sequences (their logits).
 ENGINE_LAYER_SECONDS, ENGINE_SEQUENCE_SECONDS, ENGINE_GEMM_SHARE = 0.105e-3, 18e-6, 0.40
 # Its sum of a few rows over two GPUs.
 ENGINE_SUM_SECONDS = 5e-6
 # A host starts 107 kernels for both passes of a layer of experts, and ranks wait for one another where they meet. Hosts
-# differ: that of one H200 takes 7 ms, that of four 8 to 10. Experts' time is that of both; a dense layer's is scaled.
+# differ: the host of one H200 takes 7 ms, the host of four 8 to 10. A dense layer's time is scaled from the experts'.
 EXPERTS_HOST_SECONDS, DENSE_HOST_SECONDS, EXCHANGE_SECONDS = 7.5e-3, 4.0e-3, 0.35e-3
 
 

@@ -57,7 +57,7 @@ def _generation_seconds(case: PlanningCase, grpo: Grpo, engine_memory: EngineMem
 def _reading_or_computing_seconds(
     case: PlanningCase, engine_memory: EngineMemory, at_once: int, machine: GpuMachine
 ) -> float:
-    """Weights and caches pass once; of experts those that any of the sequences chooses."""
+    """Weights and caches pass once; an expert's weights pass if any sequence chooses the expert."""
     shape, hardware = case.shape, machine.hardware
     idle = 0.0
     if shape.experts is not None:

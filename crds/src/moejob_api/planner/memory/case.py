@@ -37,7 +37,7 @@ from moejob_api.planner.memory.microbatch_share import (
 
 @dataclass(frozen=True, slots=True)
 class LocalParameters:
-    """Parameters on one GPU: those that all data-parallel ranks share, and routed ones, which fewer share."""
+    """Parameters on one GPU: dense parameters, shared by all data-parallel ranks, and routed ones, shared by fewer."""
 
     dense: int = 0
     routed: int = 0

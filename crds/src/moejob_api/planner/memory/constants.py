@@ -48,11 +48,11 @@ ROUNDINGS = 2
 # A vLLM engine beside weights and KV cache: context, CUDA graphs, activations of its largest prefill. On one H200 it
 # was 2.6 GiB for Qwen3-30B-A3B.
 ENGINE_WORKSPACE_BYTES = 3 * GIB
-# What stays on the GPU of an engine that sleeps.
+# A sleeping engine keeps this much of its GPU.
 ENGINE_ASLEEP_BYTES = 3 * GIB // 2
 ENGINE_VOCABULARY_MULTIPLE = 64
 # Fewer sequences at once than this and an engine spends its time reading weights.
 USEFUL_SEQUENCES = 32
-# Weights travel to the engine in buckets of 512 MiB, on top of one whole tensor that is being gathered: the tensors of
-# one, these side by side, and with those of other ranks.
+# Weights travel to the engine in buckets of 512 MiB, beside one whole tensor that ranks gather. Three copies of a
+# bucket exist: its tensors, the tensors side by side, and the same with the tensors of other ranks.
 SYNC_BUCKET_BYTES = 3 * GIB // 2

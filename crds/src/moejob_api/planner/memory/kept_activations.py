@@ -207,7 +207,7 @@ def _routed_bytes(layer: Layer, share: MicrobatchShare, settings: ActivationSett
 
 
 def _arrived_tokens(experts: Experts, share: MicrobatchShare, settings: ActivationSettings) -> int:
-    """Tokens whose rows are made again, beside those that the router keeps: the ones that other ranks sent.
+    """Tokens that other ranks sent here: their rows are made again, beside the tokens that the router keeps.
 
     A token is sent once to each rank that holds any of its experts. With 8 of 128 experts chosen, 16 on each of eight
     ranks, a rank holds none of them with probability C(112, 8) / C(128, 8) = 0.33: 5.3 ranks get a copy.

@@ -1,7 +1,7 @@
 """The layers of a model grouped by kind, and what each pipeline stage holds of them.
 
-A model of 61 layers has two kinds: whatever is known of a kind is worked out once and multiplied. How many layers of a
-kind a stage holds is a difference of running sums. For one dense layer before two of experts:
+A model of 61 layers has two kinds: the estimate computes the sizes of a kind once and multiplies them. A difference of
+running sums gives the number of a stage's layers of one kind. For one dense layer before two layers of experts:
 
     before of dense      0 1 1 1      layers 1 and 2: 1 - 1 = 0
     before of experts    0 0 1 2      layers 1 and 2: 2 - 0 = 2

@@ -48,9 +48,9 @@ class MicrobatchShare:
 class ActivationSettings:
     """The inputs that decide how much of a layer is kept.
 
-    recomputed: modules that are computed again instead. inputs: matrices whose inputs the backward pass needs, which
-    are those that are trained. adapter_rank: of LoRA, 0 without. sums_in_products: gradients of experts are never
-    alone. float8: rows are rounded before they are multiplied.
+    recomputed: modules that the backward pass computes again. inputs: the trained matrices, whose inputs the backward
+    pass needs. adapter_rank: the rank of LoRA, 0 without it. sums_in_products: products add experts' gradients to their
+    sums, so no gradient takes memory of its own. float8: rows are rounded before they are multiplied.
     """
 
     recomputed: frozenset[RecomputeModule]

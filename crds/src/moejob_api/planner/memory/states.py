@@ -125,10 +125,10 @@ def _whole_model_bytes(case: PlanningCase, part: HeldParameters) -> int:
 def _gathered_layer_bytes(case: PlanningCase, stage: StageContents) -> int:
     """Return the peak of the gathered tensors: in the backward pass of the largest layer, or after the first layer's.
 
-    During a layer's backward pass: its weights, the weights of the next layer, which arrive meanwhile, its gradients,
-    and a copy of these in the order in which replicas sum them. Gradients of experts need no copy; there are those of
-    two matrices of one size.
-    Until the update: the matrices of the vocabulary, whose gradients are summed last, and the weights beside experts
+    During a layer's backward pass a GPU holds the layer's weights, the weights of the next layer, which arrive
+    meanwhile, the layer's gradients, and a copy of the gradients in the order in which replicas sum them. Gradients of
+    experts need no copy; memory for two matrices of one size holds them.
+    Until the update a GPU holds the matrices of the vocabulary, whose gradients are summed last, and the dense weights
     of the layers that stay whole.
     """
     ends = stage.embedding + (stage.output and not case.shape.tied_embeddings)

@@ -1,7 +1,7 @@
 """Rounding to FP8 by rows and by columns, and products of rounded numbers by quack-kernels.
 
-Its products take FP8 numbers and a function over the sums; ours puts the scales of both sides on them. They add up 128
-products at a time in the tensor cores, which keep fewer bits, and those sums in float32.
+Its products take FP8 numbers and a function over the sums; our function multiplies the sums by the scales of both
+sides. Tensor cores, which keep fewer bits, add up 128 products at a time; the sums of these are added in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPONENT_BITS = tl.constexpr(float8.EXPONENT_BITS)
 WIDEST_BLOCK = 4096
 # What one program turns at a time.
 TURNED_ROWS, TURNED_COLUMNS = 128, 64
-# Of eleven that were tried, benchmarks/training-gpu.md: with exact sums, which take registers of their own.
+# Chosen from eleven (benchmarks/training-gpu.md) with exact sums, which take registers of their own.
 GROUPED_TILES = Tiles(192, 128, pingpong=False, cluster_rows=1, cluster_columns=2)
 DENSE_TILES = Tiles(128, 192, pingpong=False, cluster_rows=2, cluster_columns=1)
 TRIED_INPUTS, TRIED_OUTPUTS = 272, 400
@@ -104,7 +104,7 @@ def _load_scaled_gemm() -> Any:
 
 
 def _scale_sums(acc: Any, of_rows: Any, of_columns: Any) -> dict[str, Any]:
-    """The name of the first is quack-kernels'."""
+    """Multiply sums by the scales of both sides; quack-kernels names the first argument."""
     return {"D": acc * of_rows * of_columns}
 
 

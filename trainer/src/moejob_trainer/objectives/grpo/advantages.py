@@ -65,7 +65,7 @@ def _spread_over_tokens(values: Floats, lengths: Sequence[int]) -> list[Floats]:
 
 
 def _rewards_to_go(token_rewards: Floats) -> Floats:
-    """Return for each token its own reward and those of all tokens behind it."""
+    """Return for each token the sum of its own reward and the rewards of all tokens behind it."""
     return token_rewards.astype(np.float64)[::-1].cumsum()[::-1]
 
 

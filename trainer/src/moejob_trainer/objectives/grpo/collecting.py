@@ -34,7 +34,7 @@ _EVALUATION = -(2**31)
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """The prompts of training, which are drawn in turn, and those of an evaluation, which engines get all at once."""
+    """The prompts of training, drawn in turn, and the prompts of an evaluation, which engines get all at once."""
 
     training: PromptLoader
     evaluation: Sequence[Prompt] = ()

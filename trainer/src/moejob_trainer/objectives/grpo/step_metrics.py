@@ -42,7 +42,7 @@ def version_metrics(groups: Sequence[AnswerGroup], version: int) -> dict[str, fl
 
 
 def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
-    """Return mean@k and pass@k: of k answers the mean reward, and the share of prompts of which one is right.
+    """Return mean@k, the mean reward of k answers, and pass@k, the share of prompts with a right answer among k.
 
     An answer is right when every reward that counts for it (a positive weight in `names`) is at least 1. A prompt with
     a failed reward counts in neither.

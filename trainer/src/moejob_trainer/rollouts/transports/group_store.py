@@ -27,7 +27,7 @@ class GroupStore:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """Let no engine in any more, and end the connections of those that are."""
+        """Refuse further engines, and end the connections of the present ones."""
         self._loop.run(self._close_server(), _ANSWER_SECONDS)
         self._loop.stop()
 
