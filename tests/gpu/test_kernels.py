@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
 from moejob_trainer.layers import activation, attention, destinations, norm, permutation, rotary, routing
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.layers.experts import ALIGNMENT_BYTES, add_biases, grouped_linear
+from moejob_trainer.layers.experts import add_biases, grouped_linear
 from moejob_trainer.layers.gradient_sums import find_gradient_sum
-from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.kernels import ALIGNMENT_BYTES, find_kernels
 from moejob_trainer.layers.kernels.experts import choose_tiles
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.layers.vocabulary import token_log_probabilities

@@ -7,7 +7,6 @@ from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.contract.engines import colocated_per_pod
-from moejob_api.hardware import GIB
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import RolloutPlacement
@@ -16,6 +15,7 @@ from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
+from moejob_api.quantities import GIB
 
 DEFAULT_MODULES = frozenset(
     {RecomputeModule.NORMS, RecomputeModule.EXPERT_INPUT, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP}
@@ -57,11 +57,12 @@ def update_batch(spec: Spec, layout: Layout) -> UpdateBatch:
     micro = training.micro_batch_size
     tokens = training.dynamic_batch_tokens
     if tokens is None:
-        microbatches = -(-rank_sequences // micro)
+        microbatches = ceil_div(rank_sequences, micro)
     else:
         # Before the data is read, every sample may be the longest; shorter samples give fewer microbatches.
         microbatches = round_up(
-            -(-rank_sequences * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
+            ceil_div(rank_sequences * spec.data.max_length, tokens),
+            layout.pipeline if layout.virtual_pipeline > 1 else 1,
         )
     return UpdateBatch(
         sequences=sequences,

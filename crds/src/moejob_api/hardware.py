@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.job.resources import Accelerator, GpuType, Resources
+from moejob_api.quantities import GIB
 
-GIB = 2**30
 TERA = 10**12
 GIGA = 10**9
 

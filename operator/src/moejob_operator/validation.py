@@ -45,6 +45,12 @@ class Validation:
         """Return whether the job may run."""
         return not self.problems and self.layout is not None
 
+    @property
+    def refusal_text(self) -> str:
+        """Return the problems, and the layouts that would be accepted instead."""
+        text = "; ".join(map(str, self.problems))
+        return f"{text}. What would be accepted: {'; '.join(self.suggestions)}" if self.suggestions else text
+
 
 def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
     """Validate a spec within limits. It reads no file of this disk that the job's author could name."""

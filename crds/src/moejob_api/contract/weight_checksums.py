@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from moejob_api.arithmetic import ceil_div
+
 WORD_BYTES = 8
 # A page has a checksum of its own, so that a report can name tensors: 1 MiB, as a table of words.
 _ROWS, _COLUMNS = 128, 1024
@@ -35,7 +37,7 @@ def changed_pages(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
 
 
 def _checksums(chunk: Any, library: Any) -> Any:
-    pages = -(-len(chunk) // PAGE_BYTES)
+    pages = ceil_div(len(chunk), PAGE_BYTES)
     # A tensor's word has to begin at an address that its type allows, an array's does not.
     is_odd = hasattr(chunk, "data_ptr") and chunk.data_ptr() % WORD_BYTES
     if len(chunk) % PAGE_BYTES or is_odd:

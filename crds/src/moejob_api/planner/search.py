@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from moejob_api.arithmetic import divisors
 from moejob_api.derived import global_batch_size
-from moejob_api.hardware import GIB, Hardware, memory_limit_bytes
+from moejob_api.hardware import Hardware, memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
@@ -29,6 +29,7 @@ from moejob_api.planner.memory.estimate import can_fit, peak_bytes
 from moejob_api.planner.memory.kinds import LayerKinds, layers_by_kind
 from moejob_api.planner.pruning import can_divide_batch, can_divide_experts, can_divide_matrices, can_divide_sequences
 from moejob_api.problems import Problem
+from moejob_api.quantities import GIB
 from moejob_api.rules import layout_problems
 
 # More chunks a stage send more messages for ever smaller gains.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moejob_api.arithmetic import divisors
+from moejob_api.arithmetic import divisors, round_up
 from moejob_api.job import Spec
 from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.training import Lora, LoraTarget, RecomputeGranularity, RecomputeModule
@@ -266,7 +266,7 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
             yield Problem(
                 Rule.LORA,
                 "spec.training.lora.rank",
-                f"rank {lora.rank} does not divide over {name} {size}; change rank to {-(-lora.rank // size) * size}",
+                f"rank {lora.rank} does not divide over {name} {size}; change rank to {round_up(lora.rank, size)}",
             )
     if spec.moe.freeze_router is False:
         yield Problem(

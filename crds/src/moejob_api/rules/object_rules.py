@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from moejob_api.arithmetic import round_up
 from moejob_api.derived import has_float8_products
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
@@ -584,7 +585,7 @@ def _whole_nodes(spec: Spec) -> Complaint:
     count, per_node = count_gpus(spec.parallelism), spec.resources.gpus_per_node
     if count > MAX_GPUS or count <= per_node or count % per_node == 0:
         return None
-    below, above = count // per_node * per_node, -(-count // per_node) * per_node
+    below, above = count // per_node * per_node, round_up(count, per_node)
     return (
         f"parallelism needs {count} GPUs ({_product_text(spec)}), which gpusPerNode {per_node} does not divide; "
         f"change a size so that the product is {below} or {above}, or gpusPerNode to a divisor of {count}"

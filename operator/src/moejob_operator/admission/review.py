@@ -135,7 +135,7 @@ def denial_status(validation: Validation) -> dict[str, Any]:
         for problem in validation.problems
     ]
     # Not 422: kubectl would print the causes alone, and not say that a webhook refused.
-    return {"code": 403, "reason": "Forbidden", "message": _denial_message(validation), "details": {"causes": causes}}
+    return {"code": 403, "reason": "Forbidden", "message": validation.refusal_text, "details": {"causes": causes}}
 
 
 def shown_warnings(validation: Validation) -> list[str]:
@@ -145,11 +145,6 @@ def shown_warnings(validation: Validation) -> list[str]:
 
 def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return "spec" in new and old.get("spec") == new["spec"]
-
-
-def _denial_message(validation: Validation) -> str:
-    text = "; ".join(map(str, validation.problems))
-    return f"{text}. What would be accepted: {'; '.join(validation.suggestions)}" if validation.suggestions else text
 
 
 def _all_warnings(validation: Validation) -> Iterator[str]:

@@ -69,14 +69,7 @@ def _draft_accepted(s: ObservedState, decision: Decision) -> _DraftCondition:
     if is_accepted:
         return _DraftCondition(ConditionType.ACCEPTED, True, "Accepted")
     rule = s.validation.problems[0].rule.value if s.validation.problems else Reason.INVALID.value
-    return _DraftCondition(ConditionType.ACCEPTED, False, rule, _refusal_text(s.validation))
-
-
-def _refusal_text(validation: Validation) -> str:
-    text = "; ".join(str(problem) for problem in validation.problems)
-    if not validation.suggestions:
-        return text
-    return f"{text}. What would be accepted: {'; '.join(validation.suggestions)}"
+    return _DraftCondition(ConditionType.ACCEPTED, False, rule, s.validation.refusal_text)
 
 
 def _unchecked_text(validation: Validation) -> str:

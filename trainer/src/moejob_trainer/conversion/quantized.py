@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moejob_api.arithmetic import ceil_div
 from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable_checkpoint
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.json_files import read_json
@@ -80,7 +81,7 @@ class FP8BlockTensors:
             return values
         # Both ends rounded outwards: a part may begin and end inside a block.
         blocks = tuple(
-            slice(axis.start // size, -(-axis.stop // size)) for axis, size in zip(part, self.block, strict=True)
+            slice(axis.start // size, ceil_div(axis.stop, size)) for axis, size in zip(part, self.block, strict=True)
         )
         scales = self.checkpoint.read(name + _SCALE, blocks).float()
         for axis, (axis_slice, size) in enumerate(zip(part, self.block, strict=True)):
@@ -93,7 +94,7 @@ class FP8BlockTensors:
         tensor, scales = self.checkpoint.tensors.get(name), self.checkpoint.tensors.get(name + _SCALE)
         if tensor is None or scales is None:
             return False
-        expected = tuple(-(-size // block) for size, block in zip(tensor.shape, self.block, strict=False))
+        expected = tuple(ceil_div(size, block) for size, block in zip(tensor.shape, self.block, strict=False))
         return tensor.dtype == "F8_E4M3" and len(tensor.shape) == len(self.block) and scales.shape == expected
 
 
@@ -126,7 +127,7 @@ class MXFP4Tensors:
         if not self._is_packed(name):
             return self.checkpoint.read(name, part)
         experts, inputs, outputs = part
-        groups = slice(inputs.start // _PACKED, -(-inputs.stop // _PACKED))
+        groups = slice(inputs.start // _PACKED, ceil_div(inputs.stop, _PACKED))
         blocks = self.checkpoint.read(name + _BLOCKS, (experts, outputs, groups, slice(0, _PACKED // 2)))
         scales = self.checkpoint.read(name + _SCALES, (experts, outputs, groups))
         first = inputs.start - groups.start * _PACKED

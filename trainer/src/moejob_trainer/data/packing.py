@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moejob_api.arithmetic import round_up
+from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.derived import sequence_divisor
 from moejob_api.job import Spec
 from moejob_api.job.moe import DispatcherKind
@@ -140,7 +140,7 @@ def _count_tokens(batch: Slots) -> int:
 def _pack_documents(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
     """Pack into groups within plan.tokens: few groups without a long search, as even as possible."""
     step = plan.data * plan.count_multiple
-    count = round_up(max(1, -(-sum(slots) // plan.tokens)), step)
+    count = round_up(max(1, ceil_div(sum(slots), plan.tokens)), step)
     order = sorted(range(len(slots)), key=lambda index: (-slots[index], index))
     # Ends at one document a group at the latest.
     while True:

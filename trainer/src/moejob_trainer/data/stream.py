@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
+from moejob_api.arithmetic import ceil_div
 from moejob_api.derived import global_batch_size
 from moejob_api.job import Spec
 from moejob_trainer.data.blending import BlendedDataset, Cursor, DocumentKey
@@ -96,7 +97,7 @@ class TrainingData:
         if self.sample_count is None:
             raise ValueError("a run without a sample count does not end by itself")
         if not self.size.packing:
-            return -(-self.sample_count // self.size.rows)
+            return ceil_div(self.sample_count, self.size.rows)
         steps, (keys, cursor) = 0, self.select_documents(self.blend.start())
         while keys:
             steps += 1

@@ -10,10 +10,9 @@ from torch.nn import functional
 
 from moejob_trainer.layers.float8 import Float8Weight, QuantizedRows, quantize_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
-from moejob_trainer.layers.kernels import find_kernels
+from moejob_trainer.layers.kernels import ALIGNMENT_BYTES, find_kernels
 from moejob_trainer.layers.precision import at_least_float32, matrix_product, needs_float32_products
 
-ALIGNMENT_BYTES = 16
 # torch 2.11 has it under its other name.
 grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # noqa: SLF001
 

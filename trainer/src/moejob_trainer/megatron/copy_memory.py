@@ -16,6 +16,8 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from moejob_api.arithmetic import round_up
+
 # A call of the driver locks one block, and a thread that maps memory meanwhile waits for it.
 BLOCK_BYTES = 1 << 30
 # As torch aligns its own memory.
@@ -34,7 +36,7 @@ class CopySize:
     @property
     def aligned_bytes(self) -> int:
         """Bytes of the copy, rounded up to where the next copy may begin."""
-        return -(-self.elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return round_up(self.elements * self.dtype.itemsize, _ALIGNMENT)
 
 
 class CopyMemory:

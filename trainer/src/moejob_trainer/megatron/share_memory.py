@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moejob_api.arithmetic import round_up
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.peer_mapping import FOR_SHARES, map_peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
@@ -35,18 +36,14 @@ class ShareMemory:
         if self._peers is None:
             return torch.zeros(elements, dtype=dtype, device=self._device), ()
         start, stop = self._taken_bytes, self._taken_bytes + elements * dtype.itemsize
-        self._taken_bytes = _align_bytes(stop)
+        self._taken_bytes = round_up(stop, ALIGNMENT_BYTES)
         peer_shares = [share[start:stop].view(dtype) for share in self._peers.shares]
         return peer_shares[self._peers.rank].zero_(), peer_shares
 
 
 def make_share_memory(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
     """Return memory for shares of these sizes, readable by all ranks of the group if they reach each other."""
-    size_bytes = sum(_align_bytes(count * dtype.itemsize) for count in elements)
+    size_bytes = sum(round_up(count * dtype.itemsize, ALIGNMENT_BYTES) for count in elements)
     return ShareMemory(
         map_peer_memory(size_bytes, group.handle, device, FOR_SHARES) if group.size > 1 else None, device
     )
-
-
-def _align_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

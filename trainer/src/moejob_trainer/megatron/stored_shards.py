@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moejob_api.arithmetic import ceil_div
 from moejob_trainer.checkpoints.shards import ShardSpec
 from moejob_trainer.conversion.safetensors_writer import DTYPES
 from moejob_trainer.distributed.messages import Dtype
@@ -142,7 +143,7 @@ class ShardFiles:
     def _read_overlap(self, target: Tensor, source: StoredShard, common: ShardSpec) -> None:
         """Copy the overlap of a stored shard and the requested one."""
         _, count = _overlapping_rows(source, common)
-        share = -(-count // self.readers)
+        share = ceil_div(count, self.readers)
         if self.readers == 1 or share * source.row_bytes < _BUFFER_BYTES:
             self._read_rows(target, source, common, range(count))
             return

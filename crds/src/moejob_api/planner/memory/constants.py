@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moejob_api.hardware import GIB
+from moejob_api.quantities import GIB
 
 # Megatron pads the vocabulary so that every tensor rank gets a multiple of this many rows.
 VOCABULARY_MULTIPLE = 128

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from moejob_api.derived import has_shared_roundings
-from moejob_api.hardware import GIB
 from moejob_api.job.training import RecomputeGranularity
 from moejob_api.planner.memory.activations import slope_bytes
 from moejob_api.planner.memory.case import layer_parameters
@@ -19,6 +18,7 @@ from moejob_api.planner.memory.in_flight import in_flight
 from moejob_api.planner.memory.phases import MemoryUse, StageLoad
 from moejob_api.planner.memory.states import divided_parameters, optimizer_bytes
 from moejob_api.planner.memory.whole_layers import count_whole_layers
+from moejob_api.quantities import GIB
 
 Formula = Callable[[StageLoad], str]
 

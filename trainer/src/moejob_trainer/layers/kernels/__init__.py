@@ -12,6 +12,9 @@ from types import ModuleType
 
 from torch import Tensor
 
+# The copy engine of a GPU moves rows that begin and end at multiples of it.
+ALIGNMENT_BYTES = 16
+
 
 def find_kernels(name: str, x: Tensor) -> ModuleType | None:
     """The module of this name, if `x` is where its kernels run."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moejob_trainer.layers.kernels import ALIGNMENT_BYTES
 from moejob_trainer.layers.kernels.quack import (
     TRIED_ROWS,
     WITHIN,
@@ -22,8 +23,6 @@ from moejob_trainer.layers.kernels.quack import (
 )
 
 OTHERWISE = "products of experts are torch's"
-# What the copy engine of a GPU moves begins and ends at multiples of it.
-ALIGNMENT_BYTES = 16
 TRIED_INPUTS, TRIED_OUTPUTS = 264, 392
 # Between what widths of both sides of a weight, and from how many rows for each expert, tiles of our own are faster.
 WIDE, WIDEST, MANY_ROWS = 4096, 16384, 2048
