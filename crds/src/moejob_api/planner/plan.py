@@ -135,9 +135,8 @@ def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryE
     advice = f"it would fit with {'; or '.join(ways)}" if ways else "no memory setting makes it fit: use more GPUs"
     if need.bytes > limit:
         what = f"a GPU of stage {need.stage} needs {readable_bytes(need.bytes)} during {need.peak.phase}"
-        yield Problem(
-            Rule.MEMORY, "spec.parallelism", f"{what}, {_memory_source(spec)} {readable_bytes(limit)}; {advice}"
-        )
+        gpu_has = f"{spec.resources.gpu_type} has" if spec.resources.gpu_type else "gpuMemoryGiB says"
+        yield Problem(Rule.MEMORY, "spec.parallelism", f"{what}, {gpu_has} {readable_bytes(limit)}; {advice}")
     if need.engine is not None and not need.engine.can_run:
         what = f"an engine of {need.engine.gpus} GPUs needs {readable_bytes(need.engine.least_bytes)} of each"
         yield Problem(
@@ -146,10 +145,6 @@ def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryE
             f"{what} for weights and one sequence, gpuMemoryUtilization leaves it "
             f"{readable_bytes(need.engine.reserved or 0)}; {advice}",
         )
-
-
-def _memory_source(spec: Spec) -> str:
-    return f"{spec.resources.gpu_type} has" if spec.resources.gpu_type else "gpuMemoryGiB says"
 
 
 def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:

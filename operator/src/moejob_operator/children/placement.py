@@ -7,7 +7,6 @@ from typing import Any
 from moejob_api.arithmetic import ceil_div
 from moejob_api.contract.pods import Label, PodRole
 from moejob_api.job.lifecycle import GangScheduler
-from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout
 from moejob_operator.children.attempt import Attempt
 
@@ -21,7 +20,7 @@ def pod_tolerations(attempt: Attempt) -> list[dict[str, Any]]:
     job_tolerations = attempt.spec.resources.tolerations
     job_keys = {toleration.key for toleration in job_tolerations}
     return [
-        *(_toleration_fields(toleration) for toleration in job_tolerations),
+        *(toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in job_tolerations),
         *(
             {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
             for key in _LOST_NODE_TAINTS
@@ -66,7 +65,3 @@ def _affinity_term(attempt: Attempt, key: str, members: range | None) -> dict[st
         indices = [str(index) for index in members]
         selector["matchExpressions"] = [{"key": Label.INDEX.value, "operator": "In", "values": indices}]
     return {"labelSelector": selector, "topologyKey": key}
-
-
-def _toleration_fields(toleration: Toleration) -> dict[str, Any]:
-    return toleration.model_dump(mode="json", by_alias=True, exclude_none=True)

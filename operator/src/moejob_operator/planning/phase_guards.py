@@ -12,7 +12,6 @@ from moejob_api.contract.pods import PodRole, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
 from moejob_api.recovery.state import state_after_report
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, ObjectReference, Severity
-from moejob_operator.observed import Pod
 from moejob_operator.planning import objects
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, find_failed_pods, pending_verdict
@@ -308,7 +307,8 @@ def _running_reason(s: ObservedState) -> WaitReason:
 
 
 def _ending_message(s: ObservedState) -> str:
-    stuck = next((pod for pod in s.old_pods if _is_stuck(pod, s)), None)
+    ending = (pod for pod in s.old_pods if pod.is_terminating)
+    stuck = next((pod for pod in ending if seconds_since(pod.ends_by, s.now) >= KUBELET_SECONDS), None)
     if stuck is None:
         return "waiting for the pods of the last attempt to end"
     return (
@@ -316,10 +316,6 @@ def _ending_message(s: ObservedState) -> str:
         "that "
         "it has; the next gang starts when it has, or when the node is known to be lost"
     )
-
-
-def _is_stuck(pod: Pod, s: ObservedState) -> bool:
-    return pod.is_terminating and seconds_since(pod.ends_by, s.now) >= KUBELET_SECONDS
 
 
 def _deletion_events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Event, ...]:

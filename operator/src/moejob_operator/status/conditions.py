@@ -10,7 +10,6 @@ from moejob_operator.children.attempt import claim_name
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.observed_state import ObservedState
 from moejob_operator.planning.timestamps import format_time
-from moejob_operator.validation import Validation
 
 _MESSAGE_CHARACTERS = 8192
 # Written once they have been true, and from then on also when they no longer are.
@@ -52,7 +51,8 @@ def _draft_conditions(s: ObservedState, decision: Decision, progress: Progress |
     )
     yield _draft_accepted(s, decision)
     if s.validation.unseen is not None:
-        yield _DraftCondition(ConditionType.MODEL_UNCHECKED, True, "ModelUnseen", _unchecked_text(s.validation))
+        message = f"{s.validation.unseen}; the trainer checks the job against it before it loads it"
+        yield _DraftCondition(ConditionType.MODEL_UNCHECKED, True, "ModelUnseen", message)
     yield _draft_pods_created(s, decision)
     yield _DraftCondition(ConditionType.RUNNING, decision.phase is Phase.RUNNING, decision.reason, decision.message)
     if progress is not None and progress.last_checkpoint_step is not None:
@@ -70,10 +70,6 @@ def _draft_accepted(s: ObservedState, decision: Decision) -> _DraftCondition:
         return _DraftCondition(ConditionType.ACCEPTED, True, "Accepted")
     rule = s.validation.problems[0].rule.value if s.validation.problems else Reason.INVALID.value
     return _DraftCondition(ConditionType.ACCEPTED, False, rule, s.validation.refusal_text)
-
-
-def _unchecked_text(validation: Validation) -> str:
-    return f"{validation.unseen}; the trainer checks the job against it before it loads it"
 
 
 def _draft_pods_created(s: ObservedState, decision: Decision) -> _DraftCondition:

@@ -84,10 +84,6 @@ class _SaveInProgress:
     hashing: Future[list[FileEntry]] | None = None
 
 
-def _start_worker() -> Executor:
-    return ThreadPoolExecutor(1, "checkpoints")
-
-
 @dataclass(slots=True)
 class CheckpointStore:
     """One rank's access to the run's checkpoints. At most one save is under way at any time."""
@@ -99,7 +95,7 @@ class CheckpointStore:
     disk: Disk = field(default_factory=Disk)
     clock: Callable[[], float] = time.monotonic
     # Hashes and deletes one after the other, while training continues.
-    background: Executor = field(default_factory=_start_worker)
+    background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoints"))
     # The number of an evaluation by which checkpoints are the best.
     measure: str = ""
     # The last save that was committed, by a poll or by a wait.

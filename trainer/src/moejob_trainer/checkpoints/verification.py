@@ -188,11 +188,8 @@ def _check_sizes(path: Path) -> GoodCheckpoint | Refusal:
         return _build_refusal(folder, [_unreadable_complaint(error, path / MANIFEST)])
     if manifest.facts.folder != folder:
         return Refusal(folder, f"its manifest is that of {manifest.facts.folder.name}; give it this name again")
-    return _refusal_if_any(folder, _size_complaints(path, manifest)) or GoodCheckpoint(path, folder, manifest)
-
-
-def _size_complaints(path: Path, manifest: CheckpointManifest) -> list[FileComplaint]:
-    return [complaint for entry in manifest.files if (complaint := _size_complaint(path, entry)) is not None]
+    complaints = [complaint for entry in manifest.files if (complaint := _size_complaint(path, entry)) is not None]
+    return _refusal_if_any(folder, complaints) or GoodCheckpoint(path, folder, manifest)
 
 
 def _size_complaint(path: Path, entry: FileEntry) -> FileComplaint | None:

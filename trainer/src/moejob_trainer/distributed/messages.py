@@ -126,7 +126,7 @@ def broadcast_arrays(arrays: Mapping[str, Array] | None, group: ProcessGroup | N
     if group is None:
         return local_arrays
     headers = broadcast_value(
-        tuple(_describe_array(name, array) for name, array in local_arrays.items()), _HEADERS, group
+        tuple(_ArrayHeader(name, array.dtype.str, array.shape) for name, array in local_arrays.items()), _HEADERS, group
     )
     _check_size(sum(header.size_bytes for header in headers), MOST_ARRAY_BYTES)
     return {header.name: _broadcast_array(local_arrays.get(header.name), header, group) for header in headers}
@@ -136,10 +136,6 @@ def wait_for_group(group: ProcessGroup | None) -> None:
     """Wait until every rank of the group has called this."""
     if group is not None:
         dist.barrier(group)
-
-
-def _describe_array(name: str, array: Array) -> _ArrayHeader:
-    return _ArrayHeader(name, array.dtype.str, array.shape)
 
 
 def _broadcast_array(array: Array | None, header: _ArrayHeader, group: ProcessGroup) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moejob_api.contract.pods import TERMINATION_BYTES, RunProgress, TerminationMessage
+from moejob_api.contract.pods import TERMINATION_BYTES, TerminationMessage
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
@@ -35,7 +35,7 @@ def fit_termination(termination: TerminationMessage) -> bytes:
     mostly knows them from the run, and hub.json keeps them in any case.
     """
     if termination.run is not None and termination.run.hub_commits and not _has_room_for_commits(termination):
-        termination = termination.model_copy(update={"run": _without_commits(termination.run)})
+        termination = termination.model_copy(update={"run": termination.run.model_copy(update={"hub_commits": None})})
     while len(text := _as_json(termination)) > TERMINATION_BYTES:
         excess_bytes = len(text) - TERMINATION_BYTES
         # A character takes up to six bytes, as an escape: cutting a sixth of what is too much never cuts too far.
@@ -48,10 +48,6 @@ def _has_room_for_commits(termination: TerminationMessage) -> bool:
         len(_as_json(termination.model_copy(update={"message": termination.message[:_LEAST_MESSAGE]})))
         <= TERMINATION_BYTES
     )
-
-
-def _without_commits(run: RunProgress) -> RunProgress:
-    return run.model_copy(update={"hub_commits": None})
 
 
 def _as_json(termination: TerminationMessage) -> bytes:

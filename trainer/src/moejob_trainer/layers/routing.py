@@ -188,7 +188,7 @@ def switch_loss(scores: Tensor, counts: Tensor, tokens: Tensor | float, per_toke
     balanced together, here and elsewhere: the sum over the ranks is the loss in every layout.
     """
     experts = scores.shape[1]
-    return (scores.sum(0) * counts).sum() * experts / (per_token * _square_count(tokens))
+    return (scores.sum(0) * counts).sum() * experts / (per_token * (tokens * tokens))
 
 
 def sequence_loss(scores: Tensor, counts: Tensor, lengths: Tensor, segments: Tensor, per_token: int) -> Tensor:
@@ -296,7 +296,3 @@ def _positive_sum(scores: Tensor, routing: Routing) -> Tensor:
     total = scores.sum(-1, keepdim=True)
     # Sigmoids can all be zero.
     return total + SMALLEST_SUM if routing.scoring is Scoring.SIGMOID else total
-
-
-def _square_count(tokens: Tensor | float) -> Tensor | float:
-    return tokens * tokens

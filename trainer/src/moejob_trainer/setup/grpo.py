@@ -50,7 +50,7 @@ def build_grpo(
     context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None, stack: ExitStack
 ) -> GrpoRun:
     """Build the objective; the stack ends its collector."""
-    spec, peers = context.spec, _peer_ranks(context)
+    spec = context.spec
     if spec.grpo is None:
         raise ValueError("only a job of method GRPO has this objective")
     collector = _build_collector(context, prompts, engines, rewards)
@@ -63,6 +63,7 @@ def build_grpo(
         spec.training.seed,
     )
     waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
+    peers = PeerRanks(context.environment.rank, context.control, context.groups.data, context.placement.device)
     services = StepServices(peers, engines.publisher, collector, waiting, _build_recorder(context, collector))
     return GrpoRun(GroupRelativePolicyOptimization(settings, services), collector)
 
@@ -87,10 +88,6 @@ def recorded_settings(spec: Spec) -> dict[str, str]:
     texts = {name: section.model_dump_json(by_alias=True, exclude_none=True) for name, section in sections.items()}
     derived = {"routerIsFrozen": has_frozen_router(spec), "balancing": balancing_method(spec).value}
     return texts | {"derived": json.dumps(derived)}
-
-
-def _peer_ranks(context: RankContext) -> PeerRanks:
-    return PeerRanks(context.environment.rank, context.control, context.groups.data, context.placement.device)
 
 
 def _build_collector(

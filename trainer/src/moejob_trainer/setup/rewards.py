@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moejob_api.job.grpo import Grpo, Reward, RewardFailure
+from moejob_api.job.grpo import Grpo, RewardFailure
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.distributed.encoding import INTEGER
 from moejob_trainer.errors import BadConfiguration, TransientFailure
@@ -83,12 +83,9 @@ def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSe
 
 def made_up_completion(grpo: Grpo, prompt: Prompt) -> Completion:
     """Return the reference as the answer to a prompt: the model has not written one yet."""
-    text = str(prompt.fields.get(_reference_field(grpo.rewards), ""))
+    reference_field = next(reward.reference for reward in grpo.rewards)
+    text = str(prompt.fields.get(reference_field, ""))
     return Completion(prompt.text, text, 1, grpo.max_new_tokens, prompt.fields, prompt.messages)
-
-
-def _reference_field(rewards: Sequence[Reward]) -> str:
-    return next(reward.reference for reward in rewards)
 
 
 def tolerated_failures(failures: dict[str, RewardFailed], policy: RewardFailure) -> list[str]:

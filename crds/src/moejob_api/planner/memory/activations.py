@@ -120,7 +120,7 @@ def _kept_by_output(case: PlanningCase) -> KeptBytes:
     for layer in case.shape.mtp_layers:
         inside = (
             KeptBytes(stream=input_bytes)
-            if _is_full_recompute(case)
+            if case.spec.training.recompute.granularity is RecomputeGranularity.FULL
             else kept_by_layer(layer, case.share, case.activation_settings)
         )
         total += inside + KeptBytes(stream=mtp_module_bytes(case.share))
@@ -157,7 +157,3 @@ def _layers_recomputed(case: PlanningCase) -> int:
     if recompute.granularity is not RecomputeGranularity.FULL:
         return 0
     return 1 if recompute.method is RecomputeMethod.BLOCK else recompute.layers or 1
-
-
-def _is_full_recompute(case: PlanningCase) -> bool:
-    return case.spec.training.recompute.granularity is RecomputeGranularity.FULL

@@ -14,7 +14,6 @@ from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.derived import UpdateBatch, has_frozen_router, share_dtype, trained_shape, update_batch
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
-from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.parameters import ParameterCounts, layer_weights, mtp_weights
 from moejob_api.models.shape import Layer, ModelShape
@@ -207,14 +206,10 @@ def _layer_parameters(
     held = local_parameters(weights, layout)
     lora = spec.training.lora
     if lora is not None:
-        adapters = _adapter_parameters(hidden, layer, layout, lora)
+        adapters = local_parameters(adapter_weights(hidden, layer, lora), layout)
         return HeldParameters(held + adapters, adapters)
     frozen = router_parameters(hidden, layer) if has_frozen_router(spec) else 0
     return HeldParameters(held, LocalParameters(held.dense - frozen, held.routed))
-
-
-def _adapter_parameters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> LocalParameters:
-    return local_parameters(adapter_weights(hidden, layer, lora), layout)
 
 
 def local_parameters(weights: ParameterCounts, layout: Layout) -> LocalParameters:

@@ -76,7 +76,7 @@ def find_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: in
         chosen
         for size in range(2, len(options))
         for chosen in combinations(options, size)
-        if _has_distinct_topics(chosen)
+        if len({option.topic for option in chosen}) == size
     )
     fitting = (remedy for chosen in islice(smaller, COMBINATIONS_TRIED) if (remedy := try_options(chosen)) is not None)
     return (next(fitting, everything[0]),)
@@ -95,10 +95,6 @@ def _options_by_topic(spec: Spec, shape: ModelShape, options: tuple[_RemedyOptio
         if not set(layout_problems(option.apply(spec), shape)) - known_problems:
             topics.setdefault(option.topic, []).append(option)
     return list(topics.values())
-
-
-def _has_distinct_topics(chosen: tuple[_RemedyOption, ...]) -> bool:
-    return len({option.topic for option in chosen}) == len(chosen)
 
 
 def _try_options(
