@@ -100,7 +100,7 @@ def saved_twice(cell: Cell, first: Path, at_once: Path, beside: Path, waits: boo
                     held.release()
                     finish()
 
-            with patch.object(engine.copies, "finish", released):
+            with patch.object(engine.copies, "finish_copy", released):
                 _update(cell, engine, 1)
         pending.writing.result()
         return pending.waited_seconds > 0.0
