@@ -1,4 +1,4 @@
-"""The operator's table of contents: what kopf calls, and what is done then.
+"""The operator's table of contents: every handler that kopf calls, and its task.
 
 kopf owns the watch of jobs, the login, the admission server, the settings and the lifecycle. It only reports events; a
 queue of ours decides when a job is reconciled, and only in the replica that leads. Pods, Services and claims have

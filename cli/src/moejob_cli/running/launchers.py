@@ -17,10 +17,10 @@ from moejob_cli.running.machine import LocalMachine, job_variables
 
 # Any name would do: this machine has no namespaces of other users.
 NAMESPACE = "local"
-# As in a cluster before the first save has been measured.
+# The default of a cluster, before the operator has measured a save.
 GRACE_SECONDS = 600
 # Keep traffic on loopback. By default gloo listens at the address of the host's name, NCCL and vLLM at an address that
-# other machines reach, and a shell or a job may name a cluster's interface. "=" makes NCCL match the exact name.
+# other machines reach, and a shell or a job may name a cluster's interface. NCCL matches a name after "=" exactly.
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": LOOPBACK}
 
 
@@ -44,7 +44,7 @@ class LauncherPorts:
 
     rendezvous: int
     progress: int
-    # Of the first engine on an address; the others follow.
+    # The port of the first engine on an address; other engines take the following ports.
     rollout: int = 0
 
 
@@ -58,7 +58,7 @@ class EngineOrder:
 
 @dataclass(frozen=True, slots=True)
 class LauncherOrder:
-    """One launcher to start. No cores: it may use all."""
+    """One launcher to start. Without `cores` it may use all cores."""
 
     index: int
     host: str
@@ -80,7 +80,7 @@ def launcher_order(
 
 
 def engine_orders(run: LocalRun, machine: LocalMachine, ports: LauncherPorts) -> tuple[EngineOrder, ...]:
-    """Separate engines, all on the first address; none where they share the trainer's."""
+    """Separate engines, all on the first address; none if engines share the trainer's GPUs."""
     count = 0 if run.spec.grpo is None else separate_engines(run.spec)
     address = PodAddresses(host_address(0), host_address(0), ports.rendezvous, ports.progress)
     return tuple(
@@ -127,7 +127,7 @@ def _process_environment(
 
 
 def _engine_variables(run: LocalRun, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
-    """Addresses of all engines, and the program that colocated ones are started with."""
+    """Addresses of all engines, and the Python that starts colocated engines."""
     if run.spec.grpo is None:
         return {}
     separate, colocated = separate_engines(run.spec), colocated_per_pod(run.spec, run.layout.gpus_per_pod)
@@ -137,7 +137,7 @@ def _engine_variables(run: LocalRun, machine: LocalMachine, first_port: int) -> 
 
 
 def _engine_gpu_variables(run: LocalRun, machine: LocalMachine, index: int) -> dict[str, str]:
-    """The GPUs of one separate engine, behind those of the trainer."""
+    """The GPUs of one separate engine, behind the trainer's GPUs."""
     if run.spec.grpo is None or run.spec.resources.accelerator is not Accelerator.GPU:
         return {}
     tensor = run.spec.grpo.rollout.tensor

@@ -1,9 +1,9 @@
-"""Ports of this machine that are reserved for one run, even while no process listens on them.
+"""Ports of this machine, reserved for one run even while no process listens on them.
 
-Another program could take a free port before a launcher listens on it, seconds later, or while a launcher is replaced.
-So each port is bound here, marked SO_REUSEADDR, and never listened on. Linux then gives it to no program that asks for
-any free port, and to no outgoing connection. Servers of launchers and engines set SO_REUSEADDR, too, and so may listen
-on it.
+A launcher listens seconds after its port was chosen, and not at all while it is replaced: another program could take
+the port. So this module binds each port with SO_REUSEADDR, and never listens. Linux then gives the port to no program
+that asks for any free port, and to no outgoing connection. Servers of launchers and engines set SO_REUSEADDR, too, and
+so may listen on the port.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AttemptPorts:
 def _bind_port(stack: ExitStack, address: str, port: int) -> int:
     bound_socket = stack.enter_context(socket.socket())
     bound_socket.bind((address, port))
-    # Set after bind: two reservations that set it before could share a port.
+    # The option follows bind: two reservations that set it earlier could share a port.
     bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     number: int = bound_socket.getsockname()[1]
     return number

@@ -12,7 +12,7 @@ from moejob_api.job.base import ApiModel, CountOrZero
 
 @dataclass(frozen=True, slots=True)
 class PreviewLimits:
-    """Bounds on what is read and shown of each data set."""
+    """Bounds on the records that are read and the examples that are shown of each data set."""
 
     records: int
     examples: int
@@ -35,7 +35,7 @@ class PreviewedExample(ApiModel):
 
 
 class IncompleteRecord(ApiModel):
-    """A record of which the model sees nothing, or not all."""
+    """A record that the model does not see, or sees only in part."""
 
     place: str
     reason: str

@@ -30,7 +30,7 @@ class RendezvousStore(Protocol):
 
 
 class RankMissing(RuntimeError):
-    """A group of which one rank does not come."""
+    """A rank of a group does not come."""
 
 
 def join_rendezvous(store: RendezvousStore, size: int, patience: timedelta) -> None:

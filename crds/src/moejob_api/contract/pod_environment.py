@@ -14,14 +14,14 @@ from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.documents.reading import parse_spec
 from moejob_api.job import Spec
 
-# The kernel refuses to start a program with a longer one.
+# The kernel refuses to start a program with a longer value.
 LONGEST_VALUE_BYTES = 128 * 1024 - 256
 
 Pod = TypeVar("Pod", bound=BaseModel)
 
 
 class BadEnvironment(ValueError):
-    """The environment contradicts the contract; another start would find the same."""
+    """The environment contradicts the contract; every later start would fail the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ def contract_environment(contract: PodContract) -> dict[Environment, str]:
 
 
 def spec_text(spec: Spec) -> str:
-    """The spec as JSON with all defaults. What only the pod itself is made of stays outside: it may hold secrets."""
+    """The spec as JSON with all defaults, without fields that only the pod is made of: these may hold secrets."""
     pod = spec.resources.model_copy(update={"env": (), "env_from": (), "labels": {}, "annotations": {}})
     return spec.model_copy(update={"resources": pod}).model_dump_json(by_alias=True, exclude_none=True)
 
 
 def read_spec(text: str) -> Spec:
-    """Return the spec that `spec_text` wrote; ValueError says what is wrong with it."""
+    """Return the spec that `spec_text` wrote; ValueError explains a faulty text."""
     try:
         raw = json.loads(text)
     except ValueError as error:
@@ -103,7 +103,7 @@ def read_environment(kind: type[Pod], environ: Mapping[str, str]) -> Pod:
 
 
 def require_secret(secret: str | None, host: str) -> None:
-    """Raise ValueError where a pod without the job's secret can be reached by others."""
+    """Raise ValueError if other machines can reach a pod that has no secret."""
     if not secret and not is_loopback(host):
         raise ValueError(
             f"{Environment.SECRET} is not set, and {host} can be reached by others: let an operator of this version "

@@ -1,9 +1,9 @@
 """Checksums of weights on their way, which trainer and engine compute alike, on any device and of any type.
 
-A checksum is a sum of 64-bit words modulo 2^64, each word multiplied by an odd number of its place: integers add up to
-the same in every order, another value of one word always gives another sum, and so do words that changed places, but
-for words that differ in their highest bits alone. Two plain sums take the place of products, for which a device would
-need memory as large as the weights.
+A checksum is a sum of 64-bit words modulo 2^64, each word multiplied by an odd number of its place. Integers add up to
+the same sum in every order. A changed word always changes the sum; two swapped words change it unless they differ in
+their highest bits alone. The code adds plain sums instead of products, for which a device would need memory as large as
+the weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _checksums(chunk: Any, library: Any) -> Any:
         chunk = padded
     table = chunk.view(library.int64).reshape(pages, _ROWS, _COLUMNS)
     columns, rows = table.sum(1), table.sum(2)
-    # The word in row r and column c counts (2c + 1) + 2048(r + 1) times: odd, and of no other place.
+    # The word in row r and column c counts (2c + 1) + 2048(r + 1) times: an odd number, different for every place.
     of_columns = 2 * library.arange(_COLUMNS, dtype=library.int64, device=chunk.device) + 1
     of_rows = 2 * _COLUMNS * library.arange(1, _ROWS + 1, dtype=library.int64, device=chunk.device)
     return (columns * of_columns).sum(1) + (rows * of_rows).sum(1)

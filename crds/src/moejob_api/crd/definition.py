@@ -1,6 +1,6 @@
 """The whole CustomResourceDefinition: names, columns and schema put together.
 
-Rules between fields are the policy's (policy.py): the API server would ask those of a definition at every write of a
+Rules between fields are the policy's (policy.py): the API server would check a definition's rules at every write of a
 status too.
 """
 

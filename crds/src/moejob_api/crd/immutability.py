@@ -34,7 +34,7 @@ class ImmutableField:
 
 
 def immutable_fields(spec: JobField) -> Iterator[ImmutableField]:
-    """Every section, and every field of a section of which only some may change."""
+    """Every section, and every field of a section that may change in part."""
     for path in _immutable_paths(spec):
         new, old = f"object.spec.{path}", f"oldObject.spec.{path}"
         cel = f"{new} == {old}"
@@ -44,7 +44,7 @@ def immutable_fields(spec: JobField) -> Iterator[ImmutableField]:
 
 
 def immutable_sections(spec: JobField) -> Iterator[str]:
-    """The sections of which nothing can change."""
+    """The sections without any field that can change."""
     return (name for name in _immutable_paths(spec) if name in spec.fields and spec.fields[name].fields)
 
 

@@ -1,6 +1,6 @@
 """The ValidatingAdmissionPolicy of jobs: rules between fields, and what never changes.
 
-It sees new jobs and new specs and no status, of which a job has hundreds. The API server asks the rules of a definition
+It sees new jobs and new specs, but not the hundreds of statuses of a job. The API server asks the rules of a definition
 at every write of a status too, where they took it 5 ms of CPU of 10: reading a whole spec twice to find it equal.
 The message names everything that is wrong, for the API server reports the first validation that fails and no other.
 """

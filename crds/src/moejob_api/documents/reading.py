@@ -1,6 +1,6 @@
-"""Files, text and API bodies as jobs. Whatever is wrong with them is an InvalidSpec, never another error.
+"""Files, text and API bodies as jobs. Every fault in them is an InvalidSpec, never another error.
 
-The words of refusals, and the fields that they are about, are imported for the first job that is refused.
+The first refused job imports the words of refusals and the tables of fields: accepted jobs do without them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moejob_api.documents.values import has_null, plain_fields
 from moejob_api.job import GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
-# The most that etcd can hold is half as much again.
+# etcd holds 1.5 MiB at most.
 MAX_BYTES = 1024 * 1024
 STANDARD_INPUT = "-"
 _MOST_COMPARED = 1000
@@ -62,7 +62,7 @@ def _with_settings(tree: dict[str, JsonValue], settings: Sequence[str]) -> dict[
 
 
 def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
-    """The job in an API object; what Kubernetes keeps in metadata for itself is ignored."""
+    """The job in an API object, without the metadata that Kubernetes keeps for itself."""
     job = _parse_body(raw)
     name = job.metadata.name
     if job.spec.checkpoint.resume_from != name:
@@ -129,14 +129,14 @@ def _describe_os_error(error: OSError, path: Path) -> str:
 
 
 def _similar_file(path: Path) -> Path | None:
-    """Return the job in the same folder whose name is the most like the one that is not there."""
+    """Return the job in the same folder whose name is most like the missing file's."""
     import difflib
 
     try:
         jobs = [file.name for file in path.parent.iterdir() if file.suffix in {".yaml", ".yml", ".json"}]
     except OSError:
         return None
-    # Lists beyond this take seconds to compare, and are no folder of jobs.
+    # Longer lists take seconds to compare, and belong to no folder of jobs.
     close_names = difflib.get_close_matches(path.name, sorted(jobs)[:_MOST_COMPARED], n=1)
     return path.with_name(close_names[0]) if close_names else None
 

@@ -1,6 +1,6 @@
 """The fields of a job as plain values, read from the models: the CRD is made of them, refusals are worded with them.
 
-Whatever the models say that a `Field` cannot hold is an error naming the field: nothing is left out silently.
+If a model says more than a `Field` can hold, an error names the field: nothing is left out silently.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Sharding(StrEnum):
 
 
 class Memory(ApiModel):
-    """The tensors that are moved to host memory, and those that are divided over data-parallel ranks."""
+    """The tensors that move to host memory, and the tensors that data-parallel ranks divide."""
 
     offload_optimizer: Annotated[
         Fraction, Field(description="Fraction of the optimizer state kept and updated in host memory.")

@@ -55,7 +55,7 @@ class Scheduler(ApiModel):
 
 
 class ComputeType(StrEnum):
-    """A type that layers multiply in, other than that of their weights."""
+    """A type that layers multiply in, other than their weights' type."""
 
     FP8 = "FP8"
 

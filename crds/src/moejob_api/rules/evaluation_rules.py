@@ -1,4 +1,4 @@
-"""The measure by which evaluations are compared has to be one that the job's evaluations have."""
+"""The measure that compares evaluations has to be a measure of the job's evaluations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Documents of one data set as files of token ids, written once before the first step and then only mapped.
 
-All data is checked and counted before the first step, a rank reads its own documents alone, and no step waits for the
-tokenizer. A start does not hash the files, since it would have to read them: each document has its own checksum, which
-is compared whenever the document is read.
+The run checks and counts all data before the first step, a rank reads only its own documents, and no step waits for the
+tokenizer. A start does not hash the files, since it would have to read them: each document has its own checksum, and
+every read of the document compares it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CorpusReport:
     fingerprint: str
     records: int
     documents: int
-    # Longer than maxLength: left out, cut, or cut so far that nothing was left to train on and so left out too.
+    # Records longer than maxLength: left out, cut, or left out because no trained token remained after the cut.
     dropped: int
     truncated: int
     emptied: int
@@ -45,7 +45,7 @@ _reports = TypeAdapter(CorpusReport)
 
 
 class Corpus:
-    """The documents of one data set; opened by every rank, perhaps on another machine than wrote it."""
+    """The documents of one data set. Every rank opens it, perhaps on another machine than the writer's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class Corpus:
             self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
         except (OSError, EOFError, ValueError) as error:
             raise DamagedData(f"{folder} does not hold prepared data, or not all of it: {error}") from error
-        # Of each document.
+        # Numbers of each document.
         self.lengths, self.trained_tokens, self._checksums = sizes.T
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = {len(self._tokens), len(self._trained), int(self._starts[-1]), self.report.tokens}
@@ -69,7 +69,7 @@ class Corpus:
         return len(self.lengths)
 
     def read_document(self, number: int, source: int = 0) -> Document:
-        """One document, read from disk; DamagedData where it is not what was written."""
+        """One document, read from disk; DamagedData if its bytes differ from the written ones."""
         part = slice(self._starts[number], self._starts[number + 1])
         tokens, trained_mask = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
         if _document_checksum(tokens, trained_mask) != self._checksums[number]:
@@ -78,7 +78,7 @@ class Corpus:
 
 
 def write_documents(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
-    """Write documents; returns how many, their tokens and the trained ones. Not a corpus before it is finished."""
+    """Write documents; return the numbers of documents, tokens and trained tokens. The folder is no corpus yet."""
     # 24 bytes a document: data that does not fit into memory has many.
     sizes = array("q")
     with (folder / _TOKENS).open("wb") as tokens_file, (folder / _TRAINED).open("wb") as trained_file:

@@ -1,7 +1,7 @@
 """Megatron's torch_dist checkpoints, read and written tensor by tensor.
 
-One parameter of all layers is one entry, stacked along a first axis, and so are the experts of a layer. Layers that
-differ have entries of their own. Qwen3-MoE's `decoder.layers.mlp.experts.experts.linear_fc2.weight` is
+An entry stacks one parameter of all layers along a first axis, and of all experts along the next. Layers that differ
+have entries of their own. Qwen3-MoE's `decoder.layers.mlp.experts.experts.linear_fc2.weight` is
 [layers, experts, hidden, width], DeepSeek's `decoder.layers.3.mlp.experts.experts.linear_fc2.weight` [experts, ...].
 """
 
@@ -110,7 +110,7 @@ def _read_tracker(tracker: Path) -> str:
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint; reads its index when opened and afterwards only what is asked for."""
+    """The tensors of one checkpoint. Reads the index when opened, and afterwards only the requested tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,7 +150,7 @@ class TorchDistReader:
         return target.reshape(inside)
 
     def _parts_near(self, indexed_key: IndexedKey) -> Sequence[StoredPart]:
-        """Return the parts that may hold a place: one of 12,032 where 94 layers have 128 experts, each by itself."""
+        """Return the parts that may hold a place: one of 12,032 if each of 128 experts of 94 layers has its own."""
         axes = len(indexed_key.index)
         if (indexed_key.key, axes) not in self._by_index:
             by_index: dict[tuple[int, ...], list[StoredPart]] = {}
@@ -162,7 +162,7 @@ class TorchDistReader:
         return by_index.get(indexed_key.index, []) + (by_index.get((), []) if axes else [])
 
     def _require_complete(self, key: str, parts: Sequence[StoredPart], region: tuple[slice, ...]) -> None:
-        """Refuse parts that leave a gap, or promise more than their files can hold, before memory is taken for them."""
+        """Refuse parts that leave a gap, or promise more than their files hold, before a tensor takes memory."""
         overlaps = [_overlapping_region(part, region) for part in parts]
         elements = sum(prod(axis.stop - axis.start for axis in overlap) for overlap in overlaps if overlap is not None)
         starts = {part.offsets for part in parts}
@@ -207,7 +207,7 @@ def _overlapping_region(part: StoredPart, region: tuple[slice, ...]) -> tuple[sl
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor to write, made only when it is written."""
+    """A tensor to write; the writer makes it at the last moment."""
 
     indexed_key: IndexedKey
     shape: tuple[int, ...]
@@ -240,7 +240,7 @@ def _dotted_numbers(numbers: tuple[int, ...]) -> str:
 
 
 class _OneByOnePlanner(SavePlanner):
-    """Make each tensor when it is written."""
+    """Make each tensor just before writing it."""
 
     def __init__(self, tensors: Sequence[PlannedTensor], stacks: StackSizes) -> None:
         self.stacks = stacks
@@ -322,5 +322,5 @@ def _require_format(folder: Path) -> None:
 
 
 def model_keys(reader: TorchDistReader) -> Iterator[str]:
-    """Yield the keys of a model's tensors: those of an optimizer begin otherwise."""
+    """Yield the keys of a model's tensors: an optimizer's keys begin otherwise."""
     return (key for key in reader.sizes if key.startswith(("decoder.", "embedding.", "output_layer.")))

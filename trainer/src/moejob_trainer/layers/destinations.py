@@ -41,7 +41,7 @@ def plain_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor
 def pack_choices(chosen: Tensor, probabilities: Tensor, permutation: Permutation, experts: int) -> Tensor:
     """Return for each sent row its token's probabilities and its choices, numbered for the receiver. [rows, 2 k]
 
-    A rank numbers its own experts from 0; `experts` means none of them. The permutation is the one by destination. Both
+    A rank numbers its own experts from 0; `experts` means no expert. The permutation sorts by destination. Both
     travel in one tensor: float32 holds the number of any expert exactly. The probabilities have gradients.
     """
     both: Tensor = _PackChoices.apply(chosen, probabilities, permutation, experts)

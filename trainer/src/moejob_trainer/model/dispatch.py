@@ -21,8 +21,8 @@ Rows travel by an all-to-all, or through memory that ranks of one node write to 
 such memory and the routing fits into it. The host knows the sizes in both cases: without them every tensor in the order
 of experts would have the rows of the worst routing, four times those of an even one over four ranks.
 
-The third way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all and picks those of
-its own experts.
+The third way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all ranks and picks the
+tokens of its own experts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SentRows:
         return reduce_scatter_uneven(rows, self.sizes.shares, self.groups.expert_tensor)
 
     def return_rows(self, rows: Tensor) -> Tensor:
-        """Rows that came here sent back, and for each token the sum of those that return."""
+        """Send received rows back; return the sum of the returning rows for each token."""
         returned_rows = all_to_all(rows, self.sizes.received, self.sizes.sent, self.groups.expert)
         return combine_rows(returned_rows, self.permutation)
 
@@ -164,7 +164,7 @@ def all_gather_tokens(x: Tensor, groups: Groups) -> Tensor:
 
 
 def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
-    """This rank's rows of those that `all_gather_tokens` gathered, summed over the ranks."""
+    """This rank's share of the rows that `all_gather_tokens` gathered, summed over the ranks."""
     return reduce_scatter(reduce_scatter(x, groups.expert_tensor), groups.expert)
 
 

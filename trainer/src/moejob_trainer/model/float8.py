@@ -1,4 +1,4 @@
-"""The matrices of a stage that multiply in FP8: those of attention, of feed-forward networks and of experts.
+"""The matrices of a stage that multiply in FP8: of attention, of feed-forward networks and of experts.
 
 Routers, embeddings, the output layer, norms and adapters keep the model's type, and so does a matrix unless both widths
 of a rank's part are multiples of 16.

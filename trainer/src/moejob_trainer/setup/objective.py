@@ -26,7 +26,7 @@ from moejob_trainer.training import UpdateResult
 
 @dataclass(frozen=True, slots=True)
 class RunObjective:
-    """The objective, and the numbers that are reported beside those of its updates."""
+    """The objective, and the numbers that a run reports beside its updates' numbers."""
 
     objective: Objective
     epoch: Callable[[], float | None]

@@ -1,6 +1,6 @@
 """The rewards of a run, on rank 0: they start before the model is loaded, and score once before the wait for engines.
 
-So a module that cannot be imported ends the run after seconds, and not after engines have started and generated.
+So a module that cannot be imported ends the run within seconds, before engines have started and generated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 
-# Failures that every answer would have. An exception may belong to the made-up answer, which no model has written.
+# Failures that every answer would have. An exception is not among them: the made-up answer may be its cause.
 _CERTAIN_FAILURES = frozenset({*FINAL_FAILURES, FailureKind.RECORD, FailureKind.WRONG_TYPE, FailureKind.WRONG_COUNT})
 
 
@@ -49,7 +49,7 @@ def start_rewards(context: RankContext) -> Iterator[RunRewards | None]:
     rewards = RunRewards(asyncio.Runner(), Scorer(grpo.rewards, grpo.reward_failure))
 
     def start_scorer() -> int:
-        # Heartbeats continue, because imports have a limit of their own: a rank that waits does not hang.
+        # Heartbeats continue: a waiting rank does not hang, and imports have a time limit of their own.
         with BackgroundHeartbeat(Heartbeat.for_rank()):
             rewards.runner.run(rewards.scorer.__aenter__())
             rewards.runner.run(rewards.scorer.wait_until_ready())
@@ -89,7 +89,7 @@ def made_up_completion(grpo: Grpo, prompt: Prompt) -> Completion:
 
 
 def tolerated_failures(failures: dict[str, RewardFailed], policy: RewardFailure) -> list[str]:
-    """Return a line for each failure that other answers may not have; raise for a failure that all have."""
+    """Return a line for each failure that may spare other answers; raise for a failure that every answer has."""
     lines = []
     for name, failure in failures.items():
         text = f"reward {name} failed for a made-up answer to the first prompt ({failure.kind}): {failure}"

@@ -1,4 +1,4 @@
-"""A tracker backend in a thread of its own: an error is reported once and counted, and does not hold up the run."""
+"""A tracker backend in its own thread: it reports and counts an error, which never holds up the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from moejob_trainer.runtime.user_lines import to_stderr
 from moejob_trainer.tracking.backends import StepNumbers, TrackerBackend
 
-# Hours of steps; a backend that is further behind will not catch up.
+# Hours of steps: a backend further behind than this will not catch up.
 MOST_WAITING = 10_000
 
 
 class BackgroundBackend:
-    """Sends to one backend. The thread opens the backend, too: that imports packages and asks servers."""
+    """Sends numbers to one backend. The thread opens the backend, too: opening imports packages and asks servers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class BackgroundBackend:
         self._thread.start()
 
     def write(self, numbers: StepNumbers) -> None:
-        """Put the numbers in the queue, or lose them where there is no room."""
+        """Put the numbers in the queue, or drop them if it is full."""
         with self._changed:
             has_room = len(self._waiting) < self._most_waiting
             if has_room:

@@ -1,4 +1,4 @@
-"""Families of experts behind latent attention: DeepSeek-V2, DeepSeek-V3 and what is built like it."""
+"""Families of experts behind latent attention: DeepSeek-V2, DeepSeek-V3 and models built alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every key of every family's config.json, and what is done about it: data that the gate and a test read.
+"""Every key of every family's config.json with its treatment: tables that the reader of configs and a test use.
 
-Transformers defines what a key means. A test holds these tables against its config classes and against every key that
-its model code reads, so that a new version of it cannot add one that is silently ignored here. A key that is in no
-table is one that Transformers does not read either.
+Transformers defines the meaning of a key. A test compares these tables with its config classes and with every key that
+its model code reads, so that no new version adds a key that this module silently ignores. Transformers does not read a
+key that is in no table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class UsedKey:
 
 @dataclass(frozen=True, slots=True)
 class HarmlessKey:
-    """Without influence on what is trained, for this reason."""
+    """A key without influence on training, for this reason."""
 
     why: str
 

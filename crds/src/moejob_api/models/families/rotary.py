@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from moejob_api.models.reader import ConfigReader, shown_value
 from moejob_api.models.shape import Family, GroupedAttention, LatentAttention, ModelShape
 
-# The numbers that each way of stretching positions needs, and those that it may have.
+# The numbers that each way of stretching positions needs, and the numbers that it may have.
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),

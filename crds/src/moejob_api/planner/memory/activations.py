@@ -1,4 +1,4 @@
-"""Activations of one pipeline stage: what is kept for every microbatch in flight, and what one layer needs on top."""
+"""Activations of one pipeline stage: the kept bytes of every microbatch in flight, and one layer's working memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases of a step and what is in GPU memory in each, part by part. The parts of a phase add up to its peak."""
+"""The phases of a step and the contents of GPU memory in each, by parts. The parts of a phase add up to its peak."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _count_kernel(
     """Count the choices of each expert, and of none, in each block. counts [expert_count + 1, blocks]"""
     program = tl.program_id(0)
     choice = program * block + tl.arange(0, block)
-    # What is behind the last choice is counted where nothing is written.
+    # Places behind the last choice go into the last bin, which the store leaves out.
     expert = tl.load(experts + choice, mask=choice < choices, other=width - 1).to(tl.int32)
     counter = tl.arange(0, width)
     tl.store(counts + counter * blocks + program, tl.histogram(expert, width), mask=counter <= expert_count)

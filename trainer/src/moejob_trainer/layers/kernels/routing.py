@@ -1,4 +1,4 @@
-"""The router's float32 product on tensor cores, its choices and their weights, and what is counted of them.
+"""The router's float32 product on tensor cores, its choices and their weights, and the counts of both.
 
 Products of two bfloat16 numbers are exact in float32, which tensor cores add up in. A float32 gradient is three
 bfloat16 numbers (8 bits of its 24 each), so its products are three products side by side.
