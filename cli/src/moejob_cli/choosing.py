@@ -32,7 +32,7 @@ Named = TypeVar("Named", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeeds:
-    """Measured speeds that replace those of the table of GPUs; None keeps the table's."""
+    """Measured speeds, which replace the speeds in the table of GPUs; None keeps the table's."""
 
     tflops: float | None = None
     nvlink_gigabytes: float | None = None

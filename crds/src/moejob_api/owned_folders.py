@@ -25,7 +25,7 @@ def remove_folder(folder: Path) -> None:
 
 @contextmanager
 def owned_folder(prefix: str, parent: Path, remove: Callable[[Path], None] = remove_folder) -> Iterator[Path]:
-    """A folder of this process alone, removed at the end; those of this prefix whose owners were killed go at once."""
+    """A folder of this process alone, removed at the end. Folders of killed owners with this prefix go at once."""
     sweep_orphans(prefix, parent, remove)
     folder, lock = _make_folder(prefix, parent)
     try:

@@ -51,7 +51,7 @@ class Forbidden(Exception):
 
 
 class NameInTheWay(Forbidden):
-    """Another client's object has the name of one that the job needs: it is neither trusted nor changed."""
+    """Another client's object has a name that the job needs: the operator neither trusts nor changes the object."""
 
     def __init__(self, manifest: Manifest) -> None:
         kind, name = manifest["kind"], manifest["metadata"]["name"]

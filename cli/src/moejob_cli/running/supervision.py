@@ -37,7 +37,7 @@ from moejob_cli.running.recovery import PodReport, choose_recovery, final_exit_c
 from moejob_cli.running.steps import StepLog
 
 _POLL_SECONDS = 0.25
-# Launchers keep to the grace time by themselves; one that does not is frozen.
+# Launchers keep to the grace time by themselves; a launcher that exceeds it is frozen.
 _FROZEN_SECONDS = 10.0
 INTERRUPTED = 130
 FAILED = 1

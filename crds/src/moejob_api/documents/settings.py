@@ -48,7 +48,7 @@ def parse_setting(text: str) -> FieldSetting:
 
 
 def with_settings(tree: dict[str, JsonValue], settings: Sequence[FieldSetting]) -> dict[str, JsonValue]:
-    """Return the document with the fields set one after another; the one that is given stays as it is."""
+    """Return a copy of the document with the fields set one after another."""
     document: dict[str, JsonValue] = json.loads(json.dumps(tree))
     for setting in settings:
         _set_field(document, setting)

@@ -224,7 +224,7 @@ def _check_field(field: JobField, path: str) -> None:
 
 
 def inner_defaults(field: JobField) -> JsonValue:
-    """Return the defaults of an object, nothing of which is given."""
+    """Return the defaults of an object without any given field."""
     return {name: inner.default for name, inner in field.fields.items() if inner.default is not None}
 
 

@@ -1,4 +1,4 @@
-"""Layouts near a rejected one that would be accepted.
+"""Acceptable layouts near a rejected layout.
 
 Distance, the stated cost of a suggestion, counts doublings: 1 for every factor of two by which a size changes, 0.5 for
 another split of the layers into stages, and 2 for every factor of two in the number of GPUs, because GPUs are what

@@ -16,7 +16,7 @@ from moejob_api.contract.pods import HttpPath, PodPort, PodProgress
 # A pod of 16 ranks says 2 kB.
 PROGRESS_BYTES = 64 * 1024
 HEAD_BYTES = 16 * 1024
-# Pods asked at once: each takes a socket, of which a process has a thousand.
+# Pods asked at once: each takes a socket, and a process has a thousand sockets.
 _CONVERSATIONS = 256
 
 

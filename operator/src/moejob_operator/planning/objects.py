@@ -1,4 +1,4 @@
-"""Objects of a job, compared with those that exist: which to create, which to delete."""
+"""Objects of a job, compared with the existing objects: which to create, which to delete."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def charged_pods(s: ObservedState) -> tuple[Pod, ...]:
 
 
 def spent_engines(s: ObservedState) -> tuple[Pod, ...]:
-    """Engines whose pods are lost; one that ended soon after its start keeps its name for a while."""
+    """Engines whose pods are lost; an engine that ended soon after its start keeps its name for a while."""
     return tuple(pod for pod in s.rollouts if is_lost_engine(pod, s) and engine_wait_seconds(pod, s) <= 0)
 
 

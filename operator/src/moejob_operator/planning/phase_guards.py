@@ -92,7 +92,7 @@ def suspend_job(s: ObservedState) -> Decision | None:
 
 
 def refuse_invalid_job(s: ObservedState) -> Decision | None:
-    """A job that cannot work creates nothing. One that was accepted before is not stopped by newer rules."""
+    """A job that cannot work creates nothing. Newer rules do not stop a job that was accepted before."""
     if s.validation.is_accepted:
         return None
     was_accepted = any(

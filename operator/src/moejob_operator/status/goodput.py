@@ -99,7 +99,7 @@ def _redone_seconds(s: ObservedState, before: Goodput, progress: Progress | None
 
 
 def _held_gpu_seconds(s: ObservedState, seconds: float) -> float:
-    """Return the GPU seconds of the existing pods since the last look: one that waits for a node holds nothing."""
+    """Return the GPU seconds of the existing pods since the last look: a pod that waits for a node holds no GPU."""
     layout, rollout = s.validation.layout, s.validation.rollout
     trainers = 0 if layout is None else layout.gpus_per_pod
     engines = 0 if rollout is None else rollout.tensor

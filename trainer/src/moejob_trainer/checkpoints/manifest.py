@@ -112,7 +112,7 @@ class CompletionMarker(ApiModel):
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint whose files differ from those that were committed."""
+    """A checkpoint whose files differ from the committed files."""
 
 
 def sync_and_hash_files(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[FileEntry]:

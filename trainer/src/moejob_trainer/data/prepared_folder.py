@@ -25,7 +25,7 @@ class DamagedData(TransientFailure):
 
 
 def ensure_prepared_folder(folder: Path, write: Callable[[Path], None], open_folder: Callable[[Path], object]) -> Path:
-    """Return a complete folder: the existing one if it opens without DamagedData, otherwise one that `write` fills."""
+    """Return a complete folder: the existing folder if it opens without DamagedData, else a new one by `write`."""
     if _is_complete(folder, open_folder):
         return folder
     with owned_folder(".building-", folder.parent) as building:

@@ -28,7 +28,7 @@ def grouped_linear(
     """Each row times its expert's weight.
 
     x [r, k] sorted by expert, weight [e, n, k], bounds int32 [e + 1] -> [r, n]
-    bounds: where each expert's rows begin, and where those of the last one end.
+    bounds: the first row of each expert, and the end of the last expert's rows.
     total: the sum that the weight's gradient is added to, instead of a gradient for autograd.
     float8: the weight's roundings, where products are of FP8 numbers.
     """

@@ -35,7 +35,7 @@ class Permutation:
     inverse: Tensor
     """int64 [t, k]: the row of each choice; `row_count` for a choice of none."""
     bounds: Tensor
-    """int32 [expert_count + 1]: where the rows of each expert begin, and where those of the last one end."""
+    """int32 [expert_count + 1]: the first row of each expert, and the end of the last expert's rows."""
 
     @staticmethod
     def from_choices(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:

@@ -75,7 +75,7 @@ def make_data_parallel(stages: Sequence[Stage], spec: Spec) -> DataParallel:
 
 
 class BufferedDataParallel:
-    """Contiguous gradients of whole parameters, of which each replica sums a share."""
+    """Contiguous gradients of whole parameters; each replica sums a share of them."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.model_chunks = chunks

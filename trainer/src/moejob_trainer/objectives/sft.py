@@ -10,7 +10,7 @@ from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, Trainin
 
 
 class BatchSource(Protocol):
-    """Global batches in a fixed order, of which each rank takes its own micro batches."""
+    """Global batches in a fixed order; each rank takes its own micro batches of them."""
 
     def next_batches(self) -> Sequence[MicroBatch]:
         """This data rank's micro batches of the next global batch."""

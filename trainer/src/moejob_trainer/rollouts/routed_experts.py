@@ -29,7 +29,7 @@ _TYPES = {b"|u1": np.uint8, b"<u2": np.uint16}
 
 
 class BadRouting(ValueError):
-    """Routed experts that are not those of the tokens and the model in question."""
+    """Routed experts that do not fit the tokens or the model."""
 
 
 def decode_routed_experts(text: str, tokens: int, routed_layers: RoutedLayers) -> Array:

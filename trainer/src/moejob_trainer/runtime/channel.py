@@ -45,7 +45,7 @@ def attempt_key(secret: str, uid: str, attempt: int) -> bytes:
 
 
 class Admission:
-    """Admits clients that know a key; those that have proved nothing yet are bounded in number and time."""
+    """Admits clients that know a key, and bounds the number and time of clients without a proof yet."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -73,7 +73,7 @@ class StartTimer:
 
     @classmethod
     def for_rank(cls, environ: Mapping[str, str] = os.environ) -> StartTimer:
-        """That of this process."""
+        """Return the timer of this process."""
         text = environ.get(START)
         return cls(None if text is None else LauncherTiming(**json.loads(text)))
 
