@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.nodes.ward import EVERY, STEPS_AT_RISK, Ward, ward
+
 from benchmarks.contest.arena import median, quantile
 from benchmarks.record import Better, Result, measured_on, record
 from cluster.binaries import KUBERNETES
@@ -26,7 +28,6 @@ from cluster.nodes.images import write_variant
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.recovery import Member, Patient, Recovery, Split, recovery
 from cluster.nodes.training import VERSION, installed
-from cluster.nodes.ward import EVERY, STEPS_AT_RISK, Ward, ward
 from images import built
 
 BENCH = "recovery"

@@ -34,7 +34,7 @@ from moejob_trainer.rewards.completion import FailureKind, RewardFailed
 from moejob_trainer.rewards.functions import validate_scores
 from moejob_trainer.rewards.messages import WorkerFailure, WorkerReply, read_reply
 from moejob_trainer.rewards.service import parse_scores
-from trainer.checkpoints.worlds import facts
+from trainer.checkpoints.stand_ins import facts
 
 WHOLE = build_manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).to_json()
 

@@ -1,6 +1,6 @@
 """A cluster of real nodes on this machine, without Docker: brings its parts up in order, and leaves nothing behind.
 
-Nodes, their network and all that runs on them end with us, whatever ends us: see enclosure. Cgroups alone outlive a
+Nodes, their network and all that runs on them end with us, whatever ends us: see linux_namespaces. Cgroups alone outlive a
 kill, and the next start removes them.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
-from cluster.nodes.enclosure import NETWORK, Enclosure, EnclosureError, printed
+from cluster.nodes.linux_namespaces import NETWORK, Enclosure, EnclosureError, printed
 
 BRIDGE = "bridge"
 # The end of the machine's cable that is in the switch.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.nodes.cgroups import Cgroup
-from cluster.nodes.enclosure import MACHINE, Enclosure
 from cluster.nodes.kubelet import (
     Membership,
     health_url,
@@ -18,6 +17,7 @@ from cluster.nodes.kubelet import (
     write_kubelet_settings,
     write_pod_network,
 )
+from cluster.nodes.linux_namespaces import MACHINE, Enclosure
 from cluster.nodes.runtime import Places, Runtime
 from cluster.processes import Process
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.nodes.cgroups import missing_controllers
 from cluster.nodes.cluster import Settings
-from cluster.nodes.enclosure import MACHINE, EnclosureError, printed
+from cluster.nodes.linux_namespaces import MACHINE, EnclosureError, printed
 
 # Of iproute2, util-linux and e2fsprogs.
 COMMANDS = ("ip", "losetup", "mkfs.ext4", "mount", "nsenter", "openssl", "setpriv", "unshare")

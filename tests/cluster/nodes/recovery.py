@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.nodes.training import ENDS, Run, Submitted
-from cluster.nodes.witness import Kind, Witness, Word
+from cluster.nodes.watch_recorder import Kind, Witness, Word
 from cluster.waiting import TooLateError, until
 
 Found = TypeVar("Found")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.nodes.enclosure import Enclosure, EnclosureError
+from cluster.nodes.linux_namespaces import Enclosure, EnclosureError
 from cluster.processes import Process
 
 SOCKET = "/run/containerd/containerd.sock"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.control_plane.api import Api, RefusedError
-from cluster.nodes.enclosure import printed
+from cluster.nodes.linux_namespaces import printed
 from cluster.nodes.node import Node
 
 CLASSES = "/apis/storage.k8s.io/v1/storageclasses"

@@ -14,7 +14,7 @@ from cluster.nodes.cluster import Cluster
 from cluster.nodes.pods import VOLUME
 from cluster.waiting import until
 
-INTRUDER = (Path(__file__).parent / "intruder.py").read_text()
+INTRUDER = (Path(__file__).parent / "attacks.py").read_text()
 _LISTENING, _ESTABLISHED = "0A", "01"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 # A verb of the intruder, a host and a port.

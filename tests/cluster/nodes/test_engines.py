@@ -34,11 +34,11 @@ from cluster.nodes.engines import (
     ready_engine,
     shown_score,
 )
+from cluster.nodes.fault_harness import RANDOM_MODEL
 from cluster.nodes.faults import kill_pod
 from cluster.nodes.pods import claim
 from cluster.nodes.strangers import address, namespace_of, stranger
 from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, Submitted, run_here, submitted
-from cluster.nodes.ward import RANDOM_MODEL
 from cluster.waiting import until
 from moejob_api.contract.pods import PodPort
 

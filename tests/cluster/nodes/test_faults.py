@@ -16,6 +16,7 @@ from cluster.control_plane.components import Component
 from cluster.control_plane.releases import Release
 from cluster.extent import IS_FULL, in_full
 from cluster.nodes.cluster import Cluster
+from cluster.nodes.fault_harness import EVERY, MODELS, STEPS, Ward, ward
 from cluster.nodes.faults import (
     SHIFT_FILE,
     damage,
@@ -36,7 +37,6 @@ from cluster.nodes.faults import (
 from cluster.nodes.packages import faketime
 from cluster.nodes.recovery import Member, recovery
 from cluster.nodes.storage import Class
-from cluster.nodes.ward import EVERY, MODELS, STEPS, Ward, ward
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

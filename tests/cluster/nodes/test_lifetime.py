@@ -16,7 +16,7 @@ import pytest
 
 from cluster.nodes.cgroups import Cgroup
 from cluster.nodes.cluster import SPARE, sweep
-from cluster.nodes.enclosure import printed
+from cluster.nodes.linux_namespaces import printed
 from cluster.nodes.node import TUNABLES, Programs
 from cluster.nodes.pods import Shell, claim
 from cluster.nodes.storage import Class

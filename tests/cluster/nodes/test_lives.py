@@ -23,10 +23,10 @@ from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.releases import DEFINITION, Release
 from cluster.nodes.cluster import Cluster, shell_image
 from cluster.nodes.faults import hold_rank, let_go, standing_still
+from cluster.nodes.kubectl_output import compared, description, table
 from cluster.nodes.node import Programs
 from cluster.nodes.pods import claim
 from cluster.nodes.recovery import Member, members
-from cluster.nodes.shown import compared, description, table
 from cluster.nodes.training import ROOT, VALUES, Job, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
 

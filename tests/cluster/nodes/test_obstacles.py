@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.nodes.cluster import ADDRESSES, Settings
-from cluster.nodes.enclosure import printed
+from cluster.nodes.linux_namespaces import printed
 from cluster.nodes.network import Addresses
 from cluster.nodes.obstacles import COMMANDS, obstacles
 

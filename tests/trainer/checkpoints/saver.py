@@ -8,7 +8,7 @@ from pathlib import Path
 from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.runtime.disk import Disk
-from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
+from trainer.checkpoints.stand_ins import Writer, Writing, moment, place, policy
 
 BLOCKS = 40
 

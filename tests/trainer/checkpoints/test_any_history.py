@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moejob_trainer.checkpoints import CheckpointStore, FenceToken, StepFolder, find_latest_checkpoint
 from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
-from trainer.checkpoints.worlds import (
+from trainer.checkpoints.stand_ins import (
     Crash,
     FragileDisk,
     Writer,

@@ -18,7 +18,7 @@ from moejob_trainer.checkpoints.manifest import (
 )
 from moejob_trainer.checkpoints.verification import CheckpointSearch, VerificationDepth, find_latest_checkpoint
 from moejob_trainer.errors import Superseded, TransientFailure
-from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_below, saved
+from trainer.checkpoints.stand_ins import Crash, FragileDisk, Writer, facts, files_below, saved
 
 # More than any commit or deletion here takes: a crash that never came shows in the last case.
 OPERATIONS = 40

@@ -15,7 +15,7 @@ import pytest
 from moejob_trainer.checkpoints import find_latest_checkpoint
 from moejob_trainer.checkpoints.names import parse_step_folder
 from trainer.checkpoints import saver
-from trainer.checkpoints.worlds import files_below
+from trainer.checkpoints.stand_ins import files_below
 
 KILLS = 20
 TESTS = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from moejob_trainer.checkpoints.manifest import (
     list_state_files,
     sync_and_hash_files,
 )
-from trainer.checkpoints.worlds import FragileDisk, facts
+from trainer.checkpoints.stand_ins import FragileDisk, facts
 
 SIZES = st.lists(st.integers(0, 10**12), max_size=40)
 

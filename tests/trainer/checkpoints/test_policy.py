@@ -22,7 +22,7 @@ from moejob_trainer.checkpoints.policy import (
 )
 from moejob_trainer.checkpoints.verification import FolderState, ListedFolder
 from moejob_trainer.runtime.fencing import FenceToken
-from trainer.checkpoints.worlds import facts
+from trainer.checkpoints.stand_ins import facts
 
 MINUTE = 60.0
 STEPS = Checkpoint(every_steps=50)

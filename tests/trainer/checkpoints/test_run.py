@@ -11,7 +11,7 @@ import pytest
 from moejob_trainer.checkpoints import RunOwner, SingleRank, acquire_run_folder
 from moejob_trainer.checkpoints.run import find_resume_checkpoint, resume_folder
 from moejob_trainer.errors import BadConfiguration
-from trainer.checkpoints.worlds import FragileDisk, ThreadCoordinators, flip, moment, place, policy, saved, store
+from trainer.checkpoints.stand_ins import FragileDisk, ThreadCoordinators, flip, moment, place, policy, saved, store
 
 OURS = RunOwner(job="sft", uid="uid-1")
 OTHER = RunOwner(job="sft", uid="uid-2")

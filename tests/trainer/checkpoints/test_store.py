@@ -17,7 +17,7 @@ from moejob_trainer.checkpoints.manifest import EvaluationFacts, build_marker
 from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
 from moejob_trainer.runtime.disk import Disk
 from moejob_trainer.runtime.fencing import Fence
-from trainer.checkpoints.worlds import (
+from trainer.checkpoints.stand_ins import (
     FragileDisk,
     Inline,
     ThreadCoordinator,

@@ -13,7 +13,7 @@ from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.checkpoints.run import find_resume_checkpoint
 from moejob_trainer.errors import TransientFailure
-from trainer.checkpoints.worlds import FragileDisk, Inline, Writer, flip, moment, place, policy, saved, store
+from trainer.checkpoints.stand_ins import FragileDisk, Inline, Writer, flip, moment, place, policy, saved, store
 
 
 def break_off(checkpoint: Path) -> Callable[[], object]:

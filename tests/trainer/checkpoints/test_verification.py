@@ -18,7 +18,7 @@ from moejob_trainer.checkpoints.verification import (
 )
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.fencing import FenceToken
-from trainer.checkpoints.worlds import ThreadCoordinators, files_below, flip, saved, state
+from trainer.checkpoints.stand_ins import ThreadCoordinators, files_below, flip, saved, state
 
 FILES = [*state(StepFolder(20, FenceToken(0, 0))), "manifest.json", "complete.json"]
 

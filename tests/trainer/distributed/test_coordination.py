@@ -7,7 +7,7 @@ import pytest
 from moejob_trainer.distributed.coordination import SingleRank, is_true_everywhere, run_on_all_ranks, run_on_first_rank
 from moejob_trainer.distributed.encoding import INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, BadData, Superseded, TransientFailure
-from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
+from trainer.checkpoints.stand_ins import ThreadCoordinator, ThreadCoordinators
 
 
 def said(outcomes: list[object]) -> list[tuple[type[object], str]]:

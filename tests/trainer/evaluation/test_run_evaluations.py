@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from builders import spec
 from moejob_trainer.evaluation.run_evaluations import RankedEvaluations
-from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
+from trainer.checkpoints.stand_ins import ThreadCoordinator, ThreadCoordinators
 
 EVALUATED = {"eval": [{"source": "/data/held-out.jsonl", "format": "Chat"}]}
 

@@ -19,7 +19,7 @@ from cluster.nodes.cluster import Cluster
 from cluster.nodes.pods import claim
 from cluster.nodes.recovery import Member, Patient, Recovery, patient, recovery
 from cluster.nodes.training import ROOT, TRAINER_PYTHON, Job, example, run_here, submitted
-from cluster.nodes.witness import Witness, witness
+from cluster.nodes.watch_recorder import Witness, witness
 from cluster.waiting import until
 
 RANDOM_MODEL = ROOT / "tests/trainer/random_model.py"

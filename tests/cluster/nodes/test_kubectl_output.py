@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.nodes.shown import description, table
+from cluster.nodes.kubectl_output import description, table
 
 TABLE = """\
 NAME     PHASE     STEP     SCORE   SPEED       ETA   AGE
