@@ -35,7 +35,7 @@ from benchmarks.contest.job_sets import NAME as JOB_SET
 from benchmarks.contest.job_sets import JobSetBuild, built_job_set, job_sets
 from benchmarks.contest.trace import traced
 from benchmarks.record import Better, Result, record
-from cluster.binaries import KUBERNETES, found_or_built
+from cluster.binaries import KUBERNETES, find_or_build
 from cluster.by_hand import say
 from cluster.control_plane.components import Component
 from cluster.control_plane.plane import PROGRAMS, ControlPlane, control_plane
@@ -106,7 +106,7 @@ def main() -> None:
     asked = _arguments()
     size = QUICK if asked.quick else ALL if asked.all else USUAL
     parts = size.parts if asked.only is None else (Part(asked.only),)
-    peers = Peers(found_or_built((*PROGRAMS, "training-operator"), say), _job_set())
+    peers = Peers(find_or_build((*PROGRAMS, "training-operator"), say), _job_set())
     loads = [os.getloadavg()[0]]
     results: list[Result] = []
     try:

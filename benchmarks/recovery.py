@@ -16,67 +16,66 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.nodes.ward import EVERY, STEPS_AT_RISK, Ward, ward
-
 from benchmarks.contest.arena import median, quantile
 from benchmarks.record import Better, Result, measured_on, record
 from cluster.binaries import KUBERNETES
 from cluster.by_hand import end_when_asked, say
-from cluster.nodes.cluster import Settings, cluster, found_programs
-from cluster.nodes.faults import damage, kill_operator_and_pod, kill_pod, kill_processes, kill_rank
+from cluster.nodes.cluster import Settings, find_programs, run_cluster
+from cluster.nodes.fault_harness import EVERY, STEPS_AT_RISK, FaultHarness, start_fault_harness
+from cluster.nodes.faults import damage_checkpoint, kill_operator_and_pod, kill_pod, kill_processes, kill_rank
 from cluster.nodes.images import write_variant
-from cluster.nodes.obstacles import obstacles
-from cluster.nodes.recovery import Member, Patient, Recovery, Split, recovery
-from cluster.nodes.training import VERSION, installed
-from images import built
+from cluster.nodes.obstacles import find_obstacles
+from cluster.nodes.recovery import GangPod, OutageParts, Recovery, TargetJob, measure_recovery
+from cluster.nodes.training import VERSION, install_release
+from images import build_image
 
 BENCH = "recovery"
 COLD_IMAGE = f"moejob-trainer-cold:{VERSION}"
-PARTS = Split.__slots__
+PARTS = OutageParts.__slots__
 # Of a job, until it is at risk again.
 STEPS_PER_FAULT = 3 * EVERY
-Fault = Callable[[Ward, Patient, Mapping[int, Member]], None]
+Fault = Callable[[FaultHarness, TargetJob, Mapping[int, GangPod]], None]
 
 
-def rank_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
+def rank_killed(_: FaultHarness, __: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """SIGKILL."""
     kill_rank(pods[1])
 
 
-def pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+def pod_killed(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """Deleted without grace."""
-    kill_pod(of.nodes, of.home.namespace, pods[1].name)
+    kill_pod(harness.nodes, harness.home.namespace, pods[1].name)
 
 
-def processes_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
+def processes_killed(_: FaultHarness, __: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """All of a pod, by SIGKILL: no rank can save."""
     kill_processes(pods[1])
 
 
-def first_pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+def first_pod_killed(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """The one that the others meet at: the whole gang is created again."""
-    kill_pod(of.nodes, of.home.namespace, pods[0].name)
+    kill_pod(harness.nodes, harness.home.namespace, pods[0].name)
 
 
-def checkpoint_damaged(_: Ward, patient: Patient, pods: Mapping[int, Member]) -> None:
+def checkpoint_damaged(_: FaultHarness, target: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """And a rank killed, which has to pass it over."""
-    damage(patient.run.checkpoints()[max(patient.run.checkpoints())])
+    damage_checkpoint(target.run.checkpoints()[max(target.run.checkpoints())])
     kill_rank(pods[1])
 
 
-def operator_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+def operator_killed(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """And a pod, which no process answers for until it is back."""
-    kill_operator_and_pod(of.nodes, of.home.namespace, pods[1].name)
+    kill_operator_and_pod(harness.nodes, harness.home.namespace, pods[1].name)
 
 
-def second_node_cut_off(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+def second_node_cut_off(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """That of one pod of two."""
-    of.nodes.cut_off(pods[1].node)
+    harness.nodes.cut_off(pods[1].node)
 
 
-def first_node_cut_off(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+def first_node_cut_off(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
     """That of the pod that the others meet at."""
-    of.nodes.cut_off(pods[0].node)
+    harness.nodes.cut_off(pods[0].node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ ROWS = (
 def main() -> int:
     """Measure, and write the page. Says what is missing where nothing can be measured."""
     asked = _arguments()
-    if reasons := obstacles(Settings()):
+    if reasons := find_obstacles(Settings()):
         say(f"no real nodes on this machine: {'; '.join(reasons)}")
         return 1
     end_when_asked()
@@ -126,38 +125,40 @@ def main() -> int:
 
 
 def _measured(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
-    with cluster(folder, found_programs(say)) as nodes, installed(nodes, folder) as home:
-        nodes.load({COLD_IMAGE: write_variant(folder / "cold", built("trainer-cpu"), {"Cmd": ["--preload="]})})
-        with ward(nodes, home, folder, steps=EVERY + STEPS_PER_FAULT * (times + 1)) as opened:
+    with run_cluster(folder, find_programs(say)) as nodes, install_release(nodes, folder) as home:
+        nodes.load_images(
+            {COLD_IMAGE: write_variant(folder / "cold", build_image("trainer-cpu"), {"Cmd": ["--preload="]})}
+        )
+        with start_fault_harness(nodes, home, folder, steps=EVERY + STEPS_PER_FAULT * (times + 1)) as opened:
             return [result for row in rows for result in _results(row, list(_recoveries(opened, row, times)))]
 
 
-def _recoveries(of: Ward, row: Row, times: int) -> Iterator[Recovery]:
+def _recoveries(harness: FaultHarness, row: Row, times: int) -> Iterator[Recovery]:
     for _ in range(times if row.cuts is not None else 1):
-        of.spread_operator()
-        with of.job(**({"resources": {"image": COLD_IMAGE}} if row.is_cold else {})) as patient:
-            patient.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
+        harness.spread_operator()
+        with harness.run_job(**({"resources": {"image": COLD_IMAGE}} if row.is_cold else {})) as target:
+            target.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
             for _ in range(1 if row.cuts is not None else times):
-                found = _recovery(of, row, patient)
+                found = _recovery(harness, row, target)
                 say(f"{row.name:55} {_told(found)}")
                 yield found
-                patient.await_risk(found.first_after.step + EVERY, STEPS_AT_RISK)
-            of.assert_unharmed(patient)
+                target.await_risk(found.first_after.step + EVERY, STEPS_AT_RISK)
+            harness.assert_unharmed(target)
 
 
-def _recovery(of: Ward, row: Row, patient: Patient) -> Recovery:
-    with _mended(of, row, patient):
-        found = recovery(patient, lambda pods: row.fault(of, patient, pods))
-    of.await_operator()
+def _recovery(harness: FaultHarness, row: Row, target: TargetJob) -> Recovery:
+    with _mended(harness, row, target):
+        found = measure_recovery(target, lambda pods: row.fault(harness, target, pods))
+    harness.await_operator()
     return found
 
 
 @contextmanager
-def _mended(of: Ward, row: Row, patient: Patient) -> Iterator[None]:
+def _mended(harness: FaultHarness, row: Row, target: TargetJob) -> Iterator[None]:
     if row.cuts is None:
         yield
         return
-    with of.without_network(patient.members()[row.cuts].node):
+    with harness.without_network(target.find_gang_pods()[row.cuts].node):
         yield
 
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from builders import GRPO, SFT, merged
+from builders import GRPO, SFT, merge_sections
 from fake_world import SMALL
-from field_cases import SPEC, TEXTS, Step, places, takes
+from field_cases import SPEC, TEXTS, Step, field_places, is_within_bounds
 from moejob_api.job import Spec
 from moejob_api.job.fields import FieldKind, JobField, fields_of
 from moejob_api.job.status import Status
 
 STATUS = fields_of(Status)
 # Nothing is wrong with these: what is then replaced in them is all that is odd.
-SOUND = (merged(SFT, SMALL), merged(merged(GRPO, SMALL), {"grpo": {"maxNewTokens": 128}}))
+SOUND = (merge_sections(SFT, SMALL), merge_sections(merge_sections(GRPO, SMALL), {"grpo": {"maxNewTokens": 128}}))
 _ODD_TEXTS = (
     *TEXTS,
     "$(HOME)",
@@ -50,7 +50,7 @@ class AnyJob:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
-        self._places = list(places(SPEC))
+        self._places = list(field_places(SPEC))
         self._leaves = [(place, field) for place, field in self._places if field.kind is not FieldKind.OBJECT]
 
     def spec(self) -> dict[str, Any]:
@@ -61,17 +61,17 @@ class AnyJob:
         base = self._chance.choice(SOUND)
         for _ in range(self._chance.choice((1, 1, 1, 2, 3, 8))):
             place, field = self._chance.choice(self._places)
-            base = _replaced(base, place, self._value(field))
+            base = _replace_value(base, place, self._value(field))
         return base
 
     def nearly_sound_spec(self) -> dict[str, Any]:
         """A sound spec but for one or two single fields: most of these get past the CRD's rules too."""
         base = self._chance.choice(SOUND)
         whole = Spec.model_validate_json(json.dumps(base)).model_dump(mode="json", by_alias=True, exclude_none=True)
-        inside = [(place, field) for place, field in self._leaves if _holds(whole, place[:-1])]
+        inside = [(place, field) for place, field in self._leaves if _has_place(whole, place[:-1])]
         for _ in range(self._chance.choice((1, 2))):
             place, field = self._chance.choice(inside)
-            whole = _replaced(whole, place, self._value(field))
+            whole = _replace_value(whole, place, self._value(field))
         return whole
 
     def status(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class AnyJob:
             return self._chance.choice(field.choices)
         if field.format == "date-time":
             return self._chance.choice(_TIMES)
-        fitting = [text for text in _ODD_TEXTS if takes(field, text)]
+        fitting = [text for text in _ODD_TEXTS if is_within_bounds(field, text)]
         text = self._chance.choice(fitting)
         longest = field.longest or 300
         if field.pattern is None and self._chance.random() < 0.05:
@@ -132,7 +132,7 @@ class AnyJob:
         return text
 
 
-def _holds(tree: Any, place: tuple[Step, ...]) -> bool:
+def _has_place(tree: Any, place: tuple[Step, ...]) -> bool:
     """Return whether there is something at a place."""
     for step in place:
         if isinstance(step, int) or step not in tree:
@@ -141,7 +141,7 @@ def _holds(tree: Any, place: tuple[Step, ...]) -> bool:
     return True
 
 
-def _replaced(tree: Mapping[str, Any], place: tuple[Step, ...], value: Any) -> dict[str, Any]:
+def _replace_value(tree: Mapping[str, Any], place: tuple[Step, ...], value: Any) -> dict[str, Any]:
     """The tree with a value at a place, and whatever has to be there for it."""
     copied: dict[str, Any] = json.loads(json.dumps(tree))
     holder: Any = copied

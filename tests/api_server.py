@@ -46,11 +46,11 @@ class ApiServer:
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=300)
 
-    def created(self, *objects: Body) -> list[Answer]:
+    def create_objects(self, *objects: Body) -> list[Answer]:
         """The answers to creating each object."""
         return [self._ask({"verb": "create", "object": each}) for each in objects]
 
-    def updated(self, *pairs: tuple[Body, Body], verb: str = "update") -> list[Answer]:
+    def replace_objects(self, *pairs: tuple[Body, Body], verb: str = "update") -> list[Answer]:
         """The answers to replacing each first object by its second; verb updateStatus writes the status."""
         return [self._ask({"verb": verb, "old": old, "object": new}) for old, new in pairs]
 
@@ -61,10 +61,10 @@ class ApiServer:
 
     def _read(self) -> Answer:
         assert self._process.stdout is not None
-        return _answer(json.loads(self._process.stdout.readline()))
+        return _parse_answer(json.loads(self._process.stdout.readline()))
 
 
-def built() -> Path:
+def find_or_build_server() -> Path:
     """The program, built from its sources where it is not yet: 3 minutes on two cores the first time."""
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(SOURCE.iterdir()))).hexdigest()[:16]
     folder = Path(os.environ.get("MOEJOB_CACHE") or _user_cache() / "moejob")
@@ -97,10 +97,10 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def _answer(said: Body) -> Answer:
+def _parse_answer(reply: Body) -> Answer:
     return Answer(
-        stored=said.get("object", {}),
-        unknown=tuple(said["unknown"]),
-        errors=tuple(f"{error['field']}: {error['message']}" for error in said["errors"]),
-        cells=tuple(said.get("cells") or ()),
+        stored=reply.get("object", {}),
+        unknown=tuple(reply["unknown"]),
+        errors=tuple(f"{error['field']}: {error['message']}" for error in reply["errors"]),
+        cells=tuple(reply.get("cells") or ()),
     )

@@ -45,14 +45,14 @@ class Image:
     kind: FileSystem
 
     @contextmanager
-    def mounted(self, place: Path) -> Iterator[Path]:
+    def mount(self, place: Path) -> Iterator[Path]:
         """Mount it, after it has recovered from what happened to it."""
         place.mkdir(parents=True)
         _run("mount", "-t", self.kind, "-o", _OPTIONS[self.kind], self.path, place)
         try:
             yield place
         finally:
-            _unmount(place)
+            _unmount_image(place)
 
     def cut(self, path: Path) -> Image:
         """Return the state that a loss of power would leave now. Nothing may write to it meanwhile."""
@@ -69,7 +69,7 @@ class Image:
         raise AssertionError(f"{self.path} was written to all the time")
 
 
-def image(path: Path, kind: FileSystem) -> Image:
+def make_image(path: Path, kind: FileSystem) -> Image:
     """Make a file system, or skip the test by name where it cannot be made or mounted."""
     _skip_without(kind)
     with path.open("wb") as file:
@@ -88,16 +88,16 @@ def _skip_without(kind: FileSystem) -> None:
         pytest.skip(f"this kernel has no {kind}")
 
 
-def _unmount(place: Path) -> None:
+def _unmount_image(place: Path) -> None:
     until = time.monotonic() + _DEADLINE_SECONDS
-    while not _ran("umount", place):
+    while not _can_run("umount", place):
         if time.monotonic() > until:
             _run("umount", "--lazy", place)
             raise AssertionError(f"{place} was in use until the end")
         time.sleep(0.05)
 
 
-def _ran(*command: str | Path) -> bool:
+def _can_run(*command: str | Path) -> bool:
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 

@@ -9,7 +9,7 @@ from moejob_api.problems import Rule
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenSpec:
     """Sections for builders.spec, the rule they break and a piece of what is said about it."""
 
     id: str
@@ -18,41 +18,45 @@ class Broken:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-BROKEN_SPECS: tuple[Broken, ...] = (
-    Broken("grpo without its section", Rule.METHOD, "no grpo section", {"method": "GRPO", "grpo": None}),
-    Broken(
+BROKEN_SPECS: tuple[BrokenSpec, ...] = (
+    BrokenSpec("grpo without its section", Rule.METHOD, "no grpo section", {"method": "GRPO", "grpo": None}),
+    BrokenSpec(
         "sft with a grpo section", Rule.METHOD, "no meaning for method SFT", {"grpo": {"rewards": [{"name": "math"}]}}
     ),
-    Broken("sft without a global batch", Rule.METHOD, "needs globalBatchSize", {"training": {"globalBatchSize": None}}),
-    Broken(
+    BrokenSpec(
+        "sft without a global batch", Rule.METHOD, "needs globalBatchSize", {"training": {"globalBatchSize": None}}
+    ),
+    BrokenSpec(
         "sft on prompts",
         Rule.METHOD,
         "SFT needs answers",
         {"data": {"train": [{"source": "/a.jsonl", "format": "Prompts"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "grpo on chats",
         Rule.METHOD,
         "GRPO generates the answers",
         {"method": "GRPO", "data": {"train": [{"source": "/a.jsonl", "format": "Chat"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "a shape that is no text",
         Rule.CONFLICT,
         "shape Alpaca of /a.jsonl cannot become format Text; use Chat or PromptCompletion or Prompts",
         {"data": {"train": [{"source": "/a.jsonl", "format": "Text", "shape": "Alpaca"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "conversations as prompts and completions",
         Rule.CONFLICT,
         "use Chat",
         {"data": {"eval": [{"source": "/a.jsonl", "format": "PromptCompletion", "shape": "ShareGPT"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "sft with offloaded parameters", Rule.OFFLOAD, "offloadOptimizer: 1", {"memory": {"offloadParameters": True}}
     ),
-    Broken("sft with offloaded gradients", Rule.OFFLOAD, "between the phases", {"memory": {"offloadGradients": True}}),
-    Broken(
+    BrokenSpec(
+        "sft with offloaded gradients", Rule.OFFLOAD, "between the phases", {"memory": {"offloadGradients": True}}
+    ),
+    BrokenSpec(
         "separate engines with offloaded gradients",
         Rule.OFFLOAD,
         "only cost time",
@@ -62,124 +66,126 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate"}},
         },
     ),
-    Broken("no length", Rule.EXACTLY_ONE, "neither is given", {"training": {"maxSteps": None}}),
-    Broken("two lengths", Rule.EXACTLY_ONE, "both is given", {"training": {"epochs": 2}}),
-    Broken(
+    BrokenSpec("no length", Rule.EXACTLY_ONE, "neither is given", {"training": {"maxSteps": None}}),
+    BrokenSpec("two lengths", Rule.EXACTLY_ONE, "both is given", {"training": {"epochs": 2}}),
+    BrokenSpec(
         "a minimum above the peak",
         Rule.CONFLICT,
         "would rise",
         {"training": {"optimizer": {"learningRate": 1e-5}, "scheduler": {"minimumLearningRate": 1e-4}}},
     ),
-    Broken(
+    BrokenSpec(
         "two microbatch sizes",
         Rule.CONFLICT,
         "remove microBatchSize",
         {"training": {"microBatchSize": 2, "dynamicBatchTokens": 8192}},
     ),
-    Broken(
+    BrokenSpec(
         "dynamic batch below one sequence", Rule.CONFLICT, "4096 or more", {"training": {"dynamicBatchTokens": 4095}}
     ),
-    Broken("wsd without decay", Rule.CONFLICT, "needs decaySteps", {"training": {"scheduler": {"kind": "WSD"}}}),
-    Broken(
+    BrokenSpec("wsd without decay", Rule.CONFLICT, "needs decaySteps", {"training": {"scheduler": {"kind": "WSD"}}}),
+    BrokenSpec(
         "warm-up beyond the run",
         Rule.CONFLICT,
         "longer than the run",
         {"training": {"scheduler": {"warmupSteps": 101}}},
     ),
-    Broken("the best of no evaluations", Rule.CONFLICT, "add data.eval", {"checkpoint": {"keepBest": 1}}),
-    Broken("a stop without evaluations", Rule.CONFLICT, "set evalEvery", {"training": {"earlyStop": {"patience": 2}}}),
-    Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
-    Broken(
+    BrokenSpec("the best of no evaluations", Rule.CONFLICT, "add data.eval", {"checkpoint": {"keepBest": 1}}),
+    BrokenSpec(
+        "a stop without evaluations", Rule.CONFLICT, "set evalEvery", {"training": {"earlyStop": {"patience": 2}}}
+    ),
+    BrokenSpec("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
+    BrokenSpec(
         "deterministic answers",
         Rule.CONFLICT,
         "remove deterministic",
         {"method": "GRPO", "training": {"deterministic": True}},
     ),
-    Broken(
+    BrokenSpec(
         "a profile behind the last step",
         Rule.CONFLICT,
         "set firstStep to 97",
         {"training": {"profile": {"firstStep": 100, "steps": 4}}},
     ),
-    Broken(
+    BrokenSpec(
         "a profile of a rank that is not there",
         Rule.CONFLICT,
         "remove it",
         {"training": {"profile": {"ranks": [0, 100_000]}}},
     ),
-    Broken(
+    BrokenSpec(
         "modules under full recompute",
         Rule.RECOMPUTE,
         "only for granularity Selective",
         {"training": {"recompute": {"granularity": "Full", "modules": ["Norms"]}}},
     ),
-    Broken(
+    BrokenSpec(
         "method under selective recompute",
         Rule.RECOMPUTE,
         "only for granularity Full",
         {"training": {"recompute": {"granularity": "Selective", "method": "Uniform"}}},
     ),
-    Broken(
+    BrokenSpec(
         "bfloat16 gradients of float32 weights",
         Rule.CONFLICT,
         "lose what weights",
         {"model": {"dtype": "float32"}, "training": {"precision": {"gradients": "bfloat16"}}},
     ),
-    Broken(
+    BrokenSpec(
         "FP8 beside engines that have none",
         Rule.CONFLICT,
         "remove compute",
         {"method": "GRPO", "training": {"precision": {"compute": "FP8"}}},
     ),
-    Broken(
+    BrokenSpec(
         "FP8 of float32 weights",
         Rule.CONFLICT,
         "set it to bfloat16",
         {"model": {"dtype": "float32"}, "training": {"precision": {"compute": "FP8"}}},
     ),
-    Broken(
+    BrokenSpec(
         "FP8 that is to give the same bits",
         Rule.CONFLICT,
         "remove compute or deterministic",
         {"training": {"precision": {"compute": "FP8"}, "deterministic": True}},
     ),
-    Broken(
+    BrokenSpec(
         "FP8 on GPUs that have none",
         Rule.CONFLICT,
         "an A100 multiplies no FP8 numbers",
         {"training": {"precision": {"compute": "FP8"}}, "resources": {"gpuType": "A100"}},
     ),
-    Broken(
+    BrokenSpec(
         "a reward with two sources",
         Rule.EXACTLY_ONE,
         "reward 1 has name and url",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}, {"name": "math", "url": "http://c"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "a reward without source",
         Rule.EXACTLY_ONE,
         "no source",
         {"method": "GRPO", "grpo": {"rewards": [{"weight": 2}]}},
     ),
-    Broken(
+    BrokenSpec(
         "no room for the prompt",
         Rule.SEQUENCE_LENGTH,
         "for the prompt",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "maxNewTokens": 4096}},
     ),
-    Broken(
+    BrokenSpec(
         "no room for a prompt of an evaluation",
         Rule.SEQUENCE_LENGTH,
         "evalAnswers.maxNewTokens 64 leaves no token of data.maxLength 64",
         {"data": {"maxLength": 64, "eval": [{"source": "/a.jsonl", "format": "Prompts"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "replicas of colocated engines",
         Rule.ROLLOUT,
         "placement Separate",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"replicas": 2}}},
     ),
-    Broken(
+    BrokenSpec(
         "ipc to separate pods",
         Rule.ROLLOUT,
         "cannot reach separate pods",
@@ -188,13 +194,13 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate", "sync": "IPC"}},
         },
     ),
-    Broken(
+    BrokenSpec(
         "nccl to colocated engines",
         Rule.ROLLOUT,
         "colocated engines use IPC",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"sync": "NCCL"}}},
     ),
-    Broken(
+    BrokenSpec(
         "ipc on cpu",
         Rule.ROLLOUT,
         "needs GPUs",
@@ -204,7 +210,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "rollout": {"sync": "IPC"}},
         },
     ),
-    Broken(
+    BrokenSpec(
         "choices replayed and dropped",
         Rule.ROUTING,
         "remove one of the two",
@@ -214,129 +220,135 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "routingReplay": True},
         },
     ),
-    Broken(
+    BrokenSpec(
         "gathering dynamic batches",
         Rule.ROUTING,
         "one length",
         {"moe": {"dispatcher": "AllGather"}, "training": {"dynamicBatchTokens": 8192}},
     ),
-    Broken(
+    BrokenSpec(
         "fsdp with a pipeline",
         Rule.SHARDING,
         "does not combine with pipeline 2",
         {"memory": {"sharding": "FSDP"}, "parallelism": {"pipeline": 2}},
     ),
-    Broken(
+    BrokenSpec(
         "zero 2 with a pipeline",
         Rule.SHARDING,
         "ZeRO2 gathers every layer",
         {"memory": {"sharding": "ZeRO2"}, "parallelism": {"pipeline": 2}},
     ),
-    Broken(
+    BrokenSpec(
         "dropout in front of adapters that answers are generated with",
         Rule.LORA,
         "set lora.dropout: 0",
         {"method": "GRPO", "training": {"lora": {"dropout": 0.1}}, "grpo": {"rewards": [{"name": "math"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "fsdp with an offloaded optimizer",
         Rule.SHARDING,
         "offloadOptimizer 0.5",
         {"memory": {"sharding": "FSDP", "offloadOptimizer": 0.5}},
     ),
-    Broken(
+    BrokenSpec(
         "offload on cpu",
         Rule.OFFLOAD,
         "host memory already",
         {"memory": {"offloadOptimizer": 1.0}, "resources": {"accelerator": "CPU"}},
     ),
-    Broken(
+    BrokenSpec(
         "offload under full recompute",
         Rule.OFFLOAD,
         "choose one of the two",
         {"memory": {"offloadActivations": True}, "training": {"recompute": {"granularity": "Full"}}},
     ),
-    Broken(
+    BrokenSpec(
         "two checkpoint rhythms", Rule.EXACTLY_ONE, "keep one", {"checkpoint": {"everySteps": 10, "everyMinutes": 10}}
     ),
-    Broken("a run to go on with that nobody names", Rule.CONFLICT, "names none", {"checkpoint": {"resume": "Run"}}),
-    Broken("no volume", Rule.EXACTLY_ONE, "neither is given", {"storage": {"size": None}}),
-    Broken("two volumes", Rule.EXACTLY_ONE, "both is given", {"storage": {"claimName": "mine"}}),
-    Broken("two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}),
-    Broken("gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}),
-    Broken("a variable without value", Rule.ENVIRONMENT, "0 are given", {"resources": {"env": [{"name": "A"}]}}),
-    Broken(
+    BrokenSpec("a run to go on with that nobody names", Rule.CONFLICT, "names none", {"checkpoint": {"resume": "Run"}}),
+    BrokenSpec("no volume", Rule.EXACTLY_ONE, "neither is given", {"storage": {"size": None}}),
+    BrokenSpec("two volumes", Rule.EXACTLY_ONE, "both is given", {"storage": {"claimName": "mine"}}),
+    BrokenSpec(
+        "two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}
+    ),
+    BrokenSpec(
+        "gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}
+    ),
+    BrokenSpec("a variable without value", Rule.ENVIRONMENT, "0 are given", {"resources": {"env": [{"name": "A"}]}}),
+    BrokenSpec(
         "a variable with two values",
         Rule.ENVIRONMENT,
         "2 are given",
         {"resources": {"env": [{"name": "A", "value": "1", "secret": {"name": "s", "key": "k"}}]}},
     ),
-    Broken(
+    BrokenSpec(
         "a variable of moejob's own",
         Rule.ENVIRONMENT,
         "set by moejob itself",
         {"resources": {"env": [{"name": "MOEJOB_UID", "value": "1"}]}},
     ),
-    Broken("an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}),
-    Broken(
+    BrokenSpec("an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}),
+    BrokenSpec(
         "a toleration with exists and value",
         Rule.CONFLICT,
         "remove one",
         {"resources": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}},
     ),
-    Broken("a toleration without key", Rule.CONFLICT, "no key", {"resources": {"tolerations": [{"value": "b"}]}}),
-    Broken("kueue without queue", Rule.CONFLICT, "LocalQueue", {"lifecycle": {"gang": "Kueue"}}),
-    Broken("a queue without queues", Rule.CONFLICT, "has no queues", {"lifecycle": {"gang": "Native", "queue": "a"}}),
-    Broken(
+    BrokenSpec("a toleration without key", Rule.CONFLICT, "no key", {"resources": {"tolerations": [{"value": "b"}]}}),
+    BrokenSpec("kueue without queue", Rule.CONFLICT, "LocalQueue", {"lifecycle": {"gang": "Kueue"}}),
+    BrokenSpec(
+        "a queue without queues", Rule.CONFLICT, "has no queues", {"lifecycle": {"gang": "Native", "queue": "a"}}
+    ),
+    BrokenSpec(
         "more GPUs than exist",
         Rule.GPU_COUNT,
         "1048576",
         {"parallelism": {"data": 65536, "pipeline": 65536, "context": 65536, "expert": 65536}},
     ),
-    Broken(
+    BrokenSpec(
         "GPUs that do not fill nodes",
         Rule.NODE_SIZE,
         "12 GPUs (tensor 4 x expert 3), which gpusPerNode 8 does not divide",
         {"parallelism": {"tensor": 4, "expert": 3}},
     ),
-    Broken(
+    BrokenSpec(
         "a tensor group across nodes",
         Rule.TENSOR_IN_NODE,
         "straddle nodes of 8 GPUs; change tensor to 8",
         {"parallelism": {"tensor": 16}},
     ),
-    Broken(
+    BrokenSpec(
         "expert tensor under product",
         Rule.EXPERT_TENSOR,
         "not over expertTensor 1",
         {"parallelism": {"tensor": 2, "expertTensor": 1}},
     ),
-    Broken(
+    BrokenSpec(
         "folded experts that do not divide a stage",
         Rule.EXPERT_GRID,
         "expertTensor 1 x expert 32 = 32 must divide tensor 1 x context 1 x data 4 = 4",
         {"parallelism": {"pipeline": 16, "expert": 32, "data": 4, "expertLayout": "Folded"}},
     ),
-    Broken("chunks of one stage", Rule.VIRTUAL_PIPELINE, "pipeline is 1", {"parallelism": {"virtualPipeline": 2}}),
-    Broken(
+    BrokenSpec("chunks of one stage", Rule.VIRTUAL_PIPELINE, "pipeline is 1", {"parallelism": {"virtualPipeline": 2}}),
+    BrokenSpec(
         "two ways to cut the layers",
         Rule.CONFLICT,
         "remove them",
         {"parallelism": {"pipeline": 2, "firstStageLayers": 20, "lossCountsAsLayer": True}},
     ),
-    Broken(
+    BrokenSpec(
         "a format without its pattern",
         Rule.CONFLICT,
         "has no pattern",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "format"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "a pattern that is not read",
         Rule.CONFLICT,
         "only the reward format reads",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math", "pattern": "a"}]}},
     ),
-    Broken(
+    BrokenSpec(
         "a header from nowhere",
         Rule.CONFLICT,
         "the variable TOKEN, which resources.env does not have",
@@ -346,7 +358,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"url": "http://a", "headersFrom": [{"header": "A", "variable": "TOKEN"}]}]},
         },
     ),
-    Broken(
+    BrokenSpec(
         "a penalty for every answer",
         Rule.CONFLICT,
         "penaltyTokens 65 is above maxNewTokens 64",
@@ -359,7 +371,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             },
         },
     ),
-    Broken(
+    BrokenSpec(
         "updates that cut groups",
         Rule.CONFLICT,
         "would cut some of promptsPerStep 6 in two; change it to a divisor of 6",
@@ -374,7 +386,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             },
         },
     ),
-    Broken(
+    BrokenSpec(
         "batches that cut groups",
         Rule.CONFLICT,
         "would cut groups of 8 in two; change it to a multiple of 8",
@@ -384,31 +396,31 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "lossAggregation": "Group", "promptsPerStep": 6},
         },
     ),
-    Broken(
+    BrokenSpec(
         "a nucleus while training",
         Rule.CONFLICT,
         "evaluation.topP",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "topP": 0.9}},
     ),
-    Broken(
+    BrokenSpec(
         "a minimum that truncation does not know",
         Rule.CONFLICT,
         "is for mode Mask",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "mismatch": {"minimum": 0.5}}},
     ),
-    Broken(
+    BrokenSpec(
         "a mask that leaves nothing",
         Rule.CONFLICT,
         "every weight would be masked",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "mismatch": {"mode": "Mask", "minimum": 2.0}}},
     ),
-    Broken(
+    BrokenSpec(
         "answers from older weights",
         Rule.ROLLOUT,
         "with the newest only",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"staleness": 1}}},
     ),
-    Broken(
+    BrokenSpec(
         "a reference that is a checkpoint",
         Rule.CONFLICT,
         "model.source",

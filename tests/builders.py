@@ -27,7 +27,7 @@ GRPO: dict[str, Any] = SFT | {
 def spec(**sections: Any) -> Spec:
     """An SFT spec that breaks no rule, with the given sections (camelCase) laid over it."""
     base = GRPO if sections.get("method") == "GRPO" else SFT
-    return Spec.model_validate_json(json.dumps(merged(base, sections)))
+    return Spec.model_validate_json(json.dumps(merge_sections(base, sections)))
 
 
 def job(name: str = "job", **sections: Any) -> MoETrainingJob:
@@ -40,12 +40,12 @@ def job(name: str = "job", **sections: Any) -> MoETrainingJob:
     )
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` laid over `base`, section by section; None removes a key."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merged(result[key], value)
+            result[key] = merge_sections(result[key], value)
         else:
             result[key] = value
     return {key: value for key, value in result.items() if value is not None}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 
-def calls_of(act: Callable[[], object]) -> int:
+def count_calls(act: Callable[[], object]) -> int:
     """Count the Python and C calls that it takes."""
     calls = 0
 

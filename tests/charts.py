@@ -28,24 +28,24 @@ class HelmError(Exception):
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedChart:
     """The objects of a release."""
 
     objects: tuple[Object, ...]
 
-    def all(self, kind: str) -> list[Object]:
+    def find_all(self, kind: str) -> list[Object]:
         """All of a kind."""
         return [found for found in self.objects if found["kind"] == kind]
 
-    def one(self, kind: str, name: str | None = None) -> Object:
+    def find_one(self, kind: str, name: str | None = None) -> Object:
         """The only one of a kind, or of that name."""
-        [found] = [found for found in self.all(kind) if name in (None, found["metadata"]["name"])]
+        [found] = [found for found in self.find_all(kind) if name in (None, found["metadata"]["name"])]
         return found
 
     @property
     def pod(self) -> Object:
         """The template of the operator's pods."""
-        template: Object = self.one("Deployment")["spec"]["template"]
+        template: Object = self.find_one("Deployment")["spec"]["template"]
         return template
 
     @property
@@ -86,7 +86,7 @@ class Helm:
             raise HelmError(done.stderr)
         return done.stdout
 
-    def rendered(self, values: Values | None = None, namespace: str = NAMESPACE) -> Rendered:
+    def render(self, values: Values | None = None, namespace: str = NAMESPACE) -> RenderedChart:
         """Return what an installation with these values would create, without asking any cluster."""
         text = self.run("template", RELEASE, CHART, f"--namespace={namespace}", values=values or {})
-        return Rendered(tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found))
+        return RenderedChart(tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found))

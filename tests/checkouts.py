@@ -9,7 +9,7 @@ from pathlib import Path
 from image_builds.recipes import ROOT
 
 
-def copied(to: Path) -> Path:
+def copy_checkout(to: Path) -> Path:
     """All files of this checkout that git knows or would add, in a new folder."""
     command = [shutil.which("git") or "git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

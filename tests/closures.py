@@ -34,12 +34,12 @@ with open(sys.argv[1], "w") as answer:
 """
 
 
-def pins(name: str) -> dict[str, str]:
+def read_pins(name: str) -> dict[str, str]:
     """The version of each distribution in requirements/NAME.txt."""
     return dict(_PIN.findall((ROOT / "requirements" / f"{name}.txt").read_text()))
 
 
-def installed() -> dict[str, Distribution]:
+def installed_versions() -> dict[str, Distribution]:
     """The distributions of this environment by their normalized names, ours left out."""
     found = {re.sub(r"[-_.]+", "-", dist.name).lower(): dist for dist in _distributions()}
     return {name: dist for name, dist in found.items() if name not in OWN}
@@ -47,21 +47,23 @@ def installed() -> dict[str, Distribution]:
 
 def wrong_versions(name: str) -> dict[str, tuple[str, str | None]]:
     """Pinned and installed version of each distribution of requirements/NAME.txt where the two differ."""
-    held = {found: dist.version for found, dist in installed().items()}
+    held = {found: dist.version for found, dist in installed_versions().items()}
     return {
-        pinned: (version, held.get(pinned)) for pinned, version in pins(name).items() if held.get(pinned) != version
+        pinned: (version, held.get(pinned))
+        for pinned, version in read_pins(name).items()
+        if held.get(pinned) != version
     }
 
 
-def strays(name: str) -> set[str]:
+def find_strays(name: str) -> set[str]:
     """Return what is installed and neither in requirements/NAME.txt nor a tool."""
-    return installed().keys() - pins(name).keys() - pins("tools").keys()
+    return installed_versions().keys() - read_pins(name).keys() - read_pins("tools").keys()
 
 
-def modules(name: str) -> dict[str, list[str]]:
+def find_modules(name: str) -> dict[str, list[str]]:
     """The modules at the top of each distribution of requirements/NAME.txt, as far as it is installed."""
-    found = installed()
-    return {pinned: top_modules(found[pinned]) for pinned in pins(name) if pinned in found}
+    found = installed_versions()
+    return {pinned: top_modules(found[pinned]) for pinned in read_pins(name) if pinned in found}
 
 
 def top_modules(dist: Distribution) -> list[str]:

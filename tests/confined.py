@@ -53,7 +53,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Confined:
+class ConfinedContainer:
     """A container that can be started."""
 
     words: list[str]
@@ -65,10 +65,10 @@ class Confined:
 
 
 @contextmanager
-def confined(layout: Path, store: Store, container: Container, folder: Path) -> Iterator[Confined]:
+def confine_container(layout: Path, store: Store, container: Container, folder: Path) -> Iterator[ConfinedContainer]:
     """A container of an image, ready to be started; `folder` is for what it needs on this machine."""
     image = layouts.image(layout)
-    made = _said(buildah(store, "from", "--isolation=chroot", "--pull-never", image.name))
+    made = _run_command(buildah(store, "from", "--isolation=chroot", "--pull-never", image.name))
     view, hosts, last_word = folder / "view", folder / "hosts", folder / "termination-log"
     view.mkdir()
     hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *container.hosts)))
@@ -76,9 +76,9 @@ def confined(layout: Path, store: Store, container: Container, folder: Path) -> 
     last_word.chmod(0o666)
     try:
         script = _script(image.config["config"], container, buildah(store, "mount", made), view)
-        yield Confined(_namespaces(script), last_word)
+        yield ConfinedContainer(_namespaces(script), last_word)
     finally:
-        _said(buildah(store, "rm", made))
+        _run_command(buildah(store, "rm", made))
 
 
 def _script(config: Mapping[str, Any], container: Container, mount: list[str], view: Path) -> str:
@@ -106,5 +106,5 @@ def _namespaces(script: str) -> list[str]:
     return ["unshare", *own, "sh", "-c", script]
 
 
-def _said(command: list[str]) -> str:
+def _run_command(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

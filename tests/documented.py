@@ -20,7 +20,7 @@ _COMMAND = re.compile(r"^ *\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class TypedCommand:
     """One command, and the page that shows it."""
 
     page: str
@@ -30,12 +30,12 @@ class Typed:
         return f"{self.page}: {self.command}"
 
 
-def pages() -> list[Path]:
+def find_pages() -> list[Path]:
     """Every page of the project."""
-    return [ROOT / name for name in typed_into_shell("git ls-files '*.md'", ROOT).stdout.splitlines()]
+    return [ROOT / name for name in run_in_shell("git ls-files '*.md'", ROOT).stdout.splitlines()]
 
 
-def typed_into_shell(
+def run_in_shell(
     command: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Return the end of a command and all that it prints."""
@@ -44,22 +44,22 @@ def typed_into_shell(
     return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
-def typed(*begin: str) -> list[Typed]:
+def typed_commands(*begin: str) -> list[TypedCommand]:
     """The commands of all pages that begin so, in their order and each once a page."""
     found = (
-        Typed(page.relative_to(ROOT).as_posix(), re.sub(r"\\\n\s*", "", command))
-        for page in pages()
+        TypedCommand(page.relative_to(ROOT).as_posix(), re.sub(r"\\\n\s*", "", command))
+        for page in find_pages()
         for _, block in _BLOCK.findall(page.read_text(encoding="utf-8"))
         for command in _COMMAND.findall(block)
     )
     return [one for one in dict.fromkeys(found) if not begin or one.command.startswith(begin)]
 
 
-def mentioned(*begin: str) -> list[Typed]:
+def mentioned_commands(*begin: str) -> list[TypedCommand]:
     """The commands within the text of all pages that begin so, each once."""
     found = {
-        command: Typed(page.relative_to(ROOT).as_posix(), command)
-        for page in reversed(pages())
+        command: TypedCommand(page.relative_to(ROOT).as_posix(), command)
+        for page in reversed(find_pages())
         for command in _MENTIONED.findall(page.read_text(encoding="utf-8"))
     }
     return [one for _, one in sorted(found.items()) if one.command.startswith(begin)]
@@ -67,4 +67,4 @@ def mentioned(*begin: str) -> list[Typed]:
 
 def started_modules() -> set[str]:
     """Modules that any page says to start with Python, wherever it does."""
-    return {module for page in pages() for module in _MODULE.findall(page.read_text(encoding="utf-8"))}
+    return {module for page in find_pages() for module in _MODULE.findall(page.read_text(encoding="utf-8"))}

@@ -50,7 +50,7 @@ class Engine:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [PYTHON, "-m", "moejob_rollout"],
-                env=dict(os.environ) | environment(run_folder, [self.url], **sections),
+                env=dict(os.environ) | engine_environment(run_folder, [self.url], **sections),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -64,7 +64,7 @@ class Engine:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def ready(self) -> Engine:
+    def await_ready(self) -> Engine:
         """Wait until it has generated a token."""
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until:
@@ -79,16 +79,16 @@ class Engine:
         raise AssertionError(f"the engine is not ready after {_START_SECONDS} s:\n{self.log[-4000:]}")
 
     def get(self, path: str, secret: str | None = SECRET) -> Reply:
-        return self._asked(path, None, secret)
+        return self._send_request(path, None, secret)
 
     def post(
         self, path: str, body: Mapping[str, Any] | None = None, secret: str | None = SECRET, **query: str
     ) -> Reply:
         """Ask, and return the answer whatever its status."""
         named = f"{path}?{urllib.parse.urlencode(query)}" if query else path
-        return self._asked(named, json.dumps(body or {}).encode(), secret)
+        return self._send_request(named, json.dumps(body or {}).encode(), secret)
 
-    def must(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
+    def post_or_fail(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
         """Ask for what has to work."""
         reply = self.post(path, body, **query)
         assert reply.status == 200, (path, reply.status, reply.body)
@@ -97,14 +97,16 @@ class Engine:
     def generate(self, tokens: Sequence[int], **sampling: Any) -> dict[str, Any]:
         """Return one answer, with the log-probability of each of its tokens."""
         params = {"logprobs": 0, "detokenize": False, "ignore_eos": True} | sampling
-        body: dict[str, Any] = self.must(
+        body: dict[str, Any] = self.post_or_fail(
             "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": params}
         )
         return body
 
-    def answered(self, tokens: Sequence[int], max_tokens: int, seed: int = 0, stop_tokens: Sequence[int] = ()) -> Reply:
+    def request_answer(
+        self, tokens: Sequence[int], max_tokens: int, seed: int = 0, stop_tokens: Sequence[int] = ()
+    ) -> Reply:
         """Ask for one answer as the trainer does; the body is an EngineAnswer where the status is 200."""
-        asked = AnswerRequest(
+        request = AnswerRequest(
             prompt=array("i", tokens).tobytes(),
             seed=seed,
             temperature=1.0,
@@ -112,7 +114,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_tokens=tuple(stop_tokens),
         )
-        reply = self.post(HttpPath.ANSWER, asked.model_dump(mode="json"))
+        reply = self.post(HttpPath.ANSWER, request.model_dump(mode="json"))
         return Reply(
             reply.status,
             EngineAnswer.model_validate_json(json.dumps(reply.body)) if reply.status == HTTPStatus.OK else reply.body,
@@ -151,7 +153,7 @@ class Engine:
         """The processes of its session that live, zombies left out."""
         return [pid for pid in _processes() if _session_of(pid) == self._process.pid]
 
-    def _asked(self, path: str, body: bytes | None, secret: str | None) -> Reply:
+    def _send_request(self, path: str, body: bytes | None, secret: str | None) -> Reply:
         headers = {"Content-Type": "application/json"}
         if secret is not None:
             headers["Authorization"] = f"Bearer {engine_key(secret)}"
@@ -163,7 +165,7 @@ class Engine:
             return Reply(error.code, _read(error.read()))
 
 
-def environment(run_folder: Path, urls: Sequence[str], index: int = 0, **sections: Any) -> dict[str, str]:
+def engine_environment(run_folder: Path, urls: Sequence[str], index: int = 0, **sections: Any) -> dict[str, str]:
     """The contract's variables of one engine; `sections` are those of a GRPO job."""
     base: dict[str, Any] = {"method": "GRPO", "resources": {"accelerator": "CPU"}}
     values = {

@@ -25,7 +25,7 @@ NAMESPACE = "team"
 START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
-class Crash(BaseException):
+class OperatorCrash(BaseException):
     """The operator's process is gone. Not an Exception: nothing may catch it."""
 
 
@@ -64,78 +64,78 @@ class FakeCluster:
     # --- the operator's side ---------------------------------------------------------------------------------------
 
     async def get_job(self, key: JobKey) -> Raw | None:
-        self._fail()
-        found = self._view.get((Kind.JOB, key.namespace, key.name))
-        return copy.deepcopy(found)
+        self._raise_fault()
+        body = self._view.get((Kind.JOB, key.namespace, key.name))
+        return copy.deepcopy(body)
 
     async def list_children(self, key: JobKey, *, live: bool) -> Children:
-        self._fail()
+        self._raise_fault()
         self.lists += live
         if live:
             # As the real one: what was listed is known to the cache too.
             self.sync(jobs=False)
         view = self.objects if live else self._view
 
-        def found(kind: Kind) -> tuple[Body, ...]:
-            return tuple(copy.deepcopy(body) for body in _of_job(view, kind, key))
+        def list_kind(kind: Kind) -> tuple[Body, ...]:
+            return tuple(copy.deepcopy(body) for body in _find_children(view, kind, key))
 
         return Children(
-            pods=found(Kind.POD),
-            services=found(Kind.SERVICE),
-            claims=found(Kind.CLAIM),
-            pod_groups=found(Kind.POD_GROUP),
+            pods=list_kind(Kind.POD),
+            services=list_kind(Kind.SERVICE),
+            claims=list_kind(Kind.CLAIM),
+            pod_groups=list_kind(Kind.POD_GROUP),
             lost_nodes=self.lost_nodes,
         )
 
     async def ensure(self, manifest: Manifest) -> None:
-        about = manifest["metadata"]
+        metadata = manifest["metadata"]
         kind = Kind(manifest["kind"])
-        with_id = (kind, about["namespace"], about["name"])
-        self._before(f"create {kind} {about['name']}")
-        refused = self.refuses(manifest)
-        if refused is not None:
-            raise Forbidden(refused)
-        there = self.objects.get(with_id)
-        if there is None:
+        with_id = (kind, metadata["namespace"], metadata["name"])
+        self._begin_change(f"create {kind} {metadata['name']}")
+        refusal = self.refuses(manifest)
+        if refusal is not None:
+            raise Forbidden(refusal)
+        stored = self.objects.get(with_id)
+        if stored is None:
             self._expect_one_gang(manifest)
-            self._store(with_id, _created(manifest, self.now))
+            self._store_object(with_id, _fill_in_body(manifest, self.now))
             self.made.add(self.objects[with_id]["metadata"]["uid"])
-            self._answered(with_id)
-        elif not is_as_made(there, manifest):
+            self._cache_write(with_id)
+        elif not is_as_made(stored, manifest):
             raise NameInTheWay(manifest)
-        self._after()
+        self._end_change()
 
     async def is_missing(self, manifest: Manifest) -> bool:
-        about = manifest["metadata"]
-        return (Kind(manifest["kind"]), about["namespace"], about["name"]) not in self.objects
+        metadata = manifest["metadata"]
+        return (Kind(manifest["kind"]), metadata["namespace"], metadata["name"]) not in self.objects
 
     async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
-        self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
+        self._begin_change(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.graces[ref.name] = grace_seconds
         with_id = (ref.kind, ref.namespace, ref.name)
-        there = self.objects.get(with_id)
-        if there is not None and there["metadata"]["uid"] == ref.uid:
-            self.end(with_id, force=grace_seconds == 0)
-            self._answered(with_id)
-        self._after()
+        stored = self.objects.get(with_id)
+        if stored is not None and stored["metadata"]["uid"] == ref.uid:
+            self.delete_object(with_id, force=grace_seconds == 0)
+            self._cache_write(with_id)
+        self._end_change()
 
     async def write_status(self, job: Raw, status: Raw) -> None:
-        self._before("write status")
+        self._begin_change("write status")
         with_id = (Kind.JOB, job["metadata"]["namespace"], job["metadata"]["name"])
-        there = self.objects.get(with_id)
-        if there is None or there["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
+        stored = self.objects.get(with_id)
+        if stored is None or stored["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
             raise Conflict("the job has changed")
         # The API server refuses what the CRD does not know.
         Status.model_validate_json(Status.model_validate(status, strict=False).model_dump_json(by_alias=True))
-        self._store(with_id, there | {"status": copy.deepcopy(dict(status))})
-        self._answered(with_id)
-        self._after()
+        self._store_object(with_id, stored | {"status": copy.deepcopy(dict(status))})
+        self._cache_write(with_id)
+        self._end_change()
 
     async def post_event(self, job: Raw, event: Event) -> None:
         assert job["metadata"]["uid"]
-        self._before(None)
+        self._begin_change(None)
         self.events.append(event)
-        self._after()
+        self._end_change()
 
     async def get_progress(self, pod: Raw) -> PodProgress | None:
         self.questions += 1
@@ -143,11 +143,11 @@ class FakeCluster:
 
     # --- the tests' side --------------------------------------------------------------------------------------------
 
-    def reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
+    def run_reconcile(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         """One reconcile of the operator, to its end."""
         return asyncio.run(reconciliation)
 
-    def versions_held(self) -> Mapping[str, str]:
+    def object_versions(self) -> Mapping[str, str]:
         """The version of every object, by UID."""
         return {body["metadata"]["uid"]: body["metadata"]["resourceVersion"] for body in self.objects.values()}
 
@@ -158,15 +158,15 @@ class FakeCluster:
         """A quota denies pods, in these words; None: no longer."""
         self.refuses = lambda manifest: message if manifest["kind"] == Kind.POD else None
 
-    def lose(self, node: str) -> None:
+    def lose_node(self, node: str) -> None:
         """A node is known to be lost."""
         self.lost_nodes |= {node}
 
     def sync(self, *, jobs: bool = True) -> None:
         """The watches catch up."""
-        kept = {} if jobs else {key: body for key, body in self.cache.items() if key[0] is Kind.JOB}
-        told = {key: body for key, body in self.objects.items() if jobs or key[0] is not Kind.JOB}
-        self.cache = kept | copy.deepcopy(told)
+        unchanged = {} if jobs else {key: body for key, body in self.cache.items() if key[0] is Kind.JOB}
+        reported = {key: body for key, body in self.objects.items() if jobs or key[0] is not Kind.JOB}
+        self.cache = unchanged | copy.deepcopy(reported)
 
     def pods(self, role: PodRole | None = None) -> Iterator[Body]:
         """Pods that there are, by name."""
@@ -174,28 +174,30 @@ class FakeCluster:
             if kind is Kind.POD and role in (None, body["metadata"]["labels"].get(Label.ROLE)):
                 yield body
 
-    def change(self, body: Body) -> None:
+    def store_changed(self, body: Body) -> None:
         """Store a changed object."""
-        self._store((Kind(body["kind"]), body["metadata"]["namespace"], body["metadata"]["name"]), body)
+        self._store_object((Kind(body["kind"]), body["metadata"]["namespace"], body["metadata"]["name"]), body)
 
-    def end(self, with_id: Id, *, force: bool = False) -> None:
+    def delete_object(self, with_id: Id, *, force: bool = False) -> None:
         """Delete as the API server does: a pod gets its grace period, everything else is gone."""
         body = self.objects[with_id]
         is_assigned = "nodeName" in body.get("spec", {})
         if with_id[0] is not Kind.POD or force or not is_assigned:
-            self.gone(with_id)
+            self.remove_object(with_id)
         elif "deletionTimestamp" not in body["metadata"]:
             grace = timedelta(seconds=body["spec"]["terminationGracePeriodSeconds"])
-            self._store(with_id, body | {"metadata": body["metadata"] | {"deletionTimestamp": at(self.now + grace)}})
+            self._store_object(
+                with_id, body | {"metadata": body["metadata"] | {"deletionTimestamp": format_time(self.now + grace)}}
+            )
 
-    def gone(self, with_id: Id) -> None:
+    def remove_object(self, with_id: Id) -> None:
         """An object is no more; what a job owned goes with it."""
         body = self.objects.pop(with_id)
         if with_id[0] is not Kind.JOB:
             return
         uid = body["metadata"]["uid"]
-        for key in [key for key, owned in self.objects.items() if uid in _owners(owned)]:
-            self.end(key)
+        for key in [key for key, owned in self.objects.items() if uid in _owner_uids(owned)]:
+            self.delete_object(key)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -203,33 +205,33 @@ class FakeCluster:
     def _view(self) -> Mapping[Id, Body]:
         return self.cache if self.lags else self.objects
 
-    def _store(self, with_id: Id, body: Body) -> None:
+    def _store_object(self, with_id: Id, body: Body) -> None:
         self.versions += 1
-        about = body["metadata"] | {"resourceVersion": str(self.versions)}
-        about.setdefault("uid", f"uid-{self.versions}")
-        self.objects[with_id] = body | {"metadata": about}
+        metadata = body["metadata"] | {"resourceVersion": str(self.versions)}
+        metadata.setdefault("uid", f"uid-{self.versions}")
+        self.objects[with_id] = body | {"metadata": metadata}
 
-    def _answered(self, with_id: Id) -> None:
+    def _cache_write(self, with_id: Id) -> None:
         """The answer to a write is known to the cache before any watch tells of it; a deletion for good is not."""
         if with_id in self.objects:
             self.cache[with_id] = copy.deepcopy(self.objects[with_id])
 
-    def _before(self, change: str | None) -> None:
-        self._fail()
-        self._half()
+    def _begin_change(self, change: str | None) -> None:
+        self._raise_fault()
+        self._crash_when_due()
         if change is not None:
             self.log.append(change)
 
-    def _after(self) -> None:
-        self._half()
+    def _end_change(self) -> None:
+        self._crash_when_due()
 
-    def _half(self) -> None:
+    def _crash_when_due(self) -> None:
         self.halves += 1
         if self.crash_at is not None and self.halves > self.crash_at:
             self.crash_at = None
-            raise Crash
+            raise OperatorCrash
 
-    def _fail(self) -> None:
+    def _raise_fault(self) -> None:
         if self.faults:
             raise self.faults.pop()
 
@@ -248,19 +250,19 @@ class FakeCluster:
             raise TwoGangs(f"{manifest['metadata']['name']} would run beside {', '.join(others)}")
 
 
-def at(time: datetime) -> str:
+def format_time(time: datetime) -> str:
     """A time as Kubernetes writes it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def unavailable() -> Exception:
+def unavailable_error() -> Exception:
     """Return what a call raises when the API server does not answer."""
     return Retryable("the API server does not answer")
 
 
-def _created(manifest: Manifest, now: datetime) -> Body:
+def _fill_in_body(manifest: Manifest, now: datetime) -> Body:
     body = copy.deepcopy(dict(manifest))
-    body["metadata"]["creationTimestamp"] = at(now)
+    body["metadata"]["creationTimestamp"] = format_time(now)
     if body["kind"] == Kind.POD:
         body["status"] = {"phase": "Pending"}
     if body["kind"] == Kind.CLAIM:
@@ -268,12 +270,12 @@ def _created(manifest: Manifest, now: datetime) -> Body:
     return body
 
 
-def _of_job(view: Mapping[Id, Body], kind: Kind, key: JobKey) -> Iterator[Body]:
-    for (found, namespace, _), body in sorted(view.items()):
+def _find_children(view: Mapping[Id, Body], kind: Kind, key: JobKey) -> Iterator[Body]:
+    for (object_kind, namespace, _), body in sorted(view.items()):
         labels = body["metadata"].get("labels") or {}
-        if found is kind and namespace == key.namespace and labels.get(Label.JOB) == key.name:
+        if object_kind is kind and namespace == key.namespace and labels.get(Label.JOB) == key.name:
             yield body
 
 
-def _owners(body: Mapping[str, Any]) -> set[str]:
+def _owner_uids(body: Mapping[str, Any]) -> set[str]:
     return {owner["uid"] for owner in body["metadata"].get("ownerReferences", ())}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from builders import GRPO, SFT, merged
-from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
+from builders import GRPO, SFT, merge_sections
+from fake_cluster import NAMESPACE, Body, FakeCluster, OperatorCrash, format_time
 from moejob_api.contract.pods import (
     Label,
     PodProgress,
@@ -62,7 +62,7 @@ class World:
     gang_apis: frozenset[GangApi] = frozenset()
     network: JobNetwork | None = None
     validator: Validator = field(default_factory=Validator)
-    asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
+    poll_times: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
     access: ExpiringCache[int] = field(default_factory=ExpiringCache)
     # Kubelets that do not answer delete nothing.
     dead_nodes: set[str] = field(default_factory=set)
@@ -76,12 +76,12 @@ class World:
             self.validator,
             OperatorSetting(IMAGES, self.gang_apis, self.network),
             lambda: self.cluster.now,
-            poll_times=self.asked,
+            poll_times=self.poll_times,
             access_attempts=self.access,
         )
         try:
-            return self.cluster.reconciled(reconcile_job(self.key, self.cluster, reconciler))
-        except Crash:
+            return self.cluster.run_reconcile(reconcile_job(self.key, self.cluster, reconciler))
+        except OperatorCrash:
             self.crashes += 1
             self.restart_operator()
             return 0.0
@@ -90,22 +90,22 @@ class World:
 
     def restart_operator(self) -> None:
         """The next process remembers nothing of this one's."""
-        self.validator, self.asked, self.access = Validator(), ExpiringCache(), ExpiringCache()
+        self.validator, self.poll_times, self.access = Validator(), ExpiringCache(), ExpiringCache()
 
     def settle(self) -> None:
         """Let the operator reconcile whenever it would, and kubelets delete what they have to, until it waits.
 
         Of what it wrote itself no watch tells it: only what others do, objects that vanish and time make it look again.
         """
-        held, waited = self.cluster.versions_held(), 0.0
+        versions, waited = self.cluster.object_versions(), 0.0
         for _ in range(MAX_RECONCILES):
             crashes = self.crashes
             again = self.reconcile()
-            written = self.cluster.versions_held()
+            versions_after = self.cluster.object_versions()
             self.kubelets_delete()
             self.cluster.controllers_act()
-            vanished, held = held.keys() - written.keys(), self.cluster.versions_held()
-            has_news = self.crashes > crashes or bool(vanished) or held != written
+            vanished, versions = versions.keys() - versions_after.keys(), self.cluster.object_versions()
+            has_news = self.crashes > crashes or bool(vanished) or versions != versions_after
             patience = PATIENCE_SECONDS if self._pods_are_counted() else COUNTING_SECONDS
             if has_news or again == 0:
                 waited = 0.0
@@ -133,22 +133,22 @@ class World:
     def apply(self, **sections: Any) -> None:
         """kubectl apply of a small SFT job, with the given sections laid over it."""
         base = GRPO if sections.get("method") == "GRPO" else SFT
-        self.apply_spec(merged(merged(base, self.small), sections))
+        self.apply_spec(merge_sections(merge_sections(base, self.small), sections))
 
     def apply_spec(self, spec: Mapping[str, Any]) -> None:
         """kubectl apply of any spec."""
-        there = self.cluster.objects.get(self._job_id)
-        about: Body = {
+        stored = self.cluster.objects.get(self._job_id)
+        metadata: Body = {
             "name": self.key.name,
             "namespace": self.key.namespace,
             "generation": 1,
-            "creationTimestamp": at(self.cluster.now),
+            "creationTimestamp": format_time(self.cluster.now),
         }
-        if there is not None:
-            about = there["metadata"] | {"generation": there["metadata"]["generation"] + 1}
-        status = {} if there is None else {"status": there.get("status", {})}
-        body = {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": about, "spec": dict(spec)}
-        self.cluster.change(body | status)
+        if stored is not None:
+            metadata = stored["metadata"] | {"generation": stored["metadata"]["generation"] + 1}
+        status = {} if stored is None else {"status": stored.get("status", {})}
+        body = {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": metadata, "spec": dict(spec)}
+        self.cluster.store_changed(body | status)
 
     def set_lifecycle(self, **fields: Any) -> None:
         """kubectl patch of spec.lifecycle."""
@@ -157,16 +157,18 @@ class World:
 
     def delete_job(self) -> None:
         """kubectl delete, in the background as by default."""
-        self.cluster.gone(self._job_id)
+        self.cluster.remove_object(self._job_id)
 
     def delete_job_in_foreground(self) -> None:
         """kubectl delete --cascade=foreground: the job stays until its objects are gone."""
         body = self.job
-        self.cluster.change(body | {"metadata": body["metadata"] | {"deletionTimestamp": at(self.cluster.now)}})
+        self.cluster.store_changed(
+            body | {"metadata": body["metadata"] | {"deletionTimestamp": format_time(self.cluster.now)}}
+        )
 
     def delete_pod(self, index: int, role: PodRole = PodRole.TRAINER) -> None:
         """kubectl delete pod."""
-        self.cluster.end((Kind.POD, self.key.namespace, self.pod(index, role)["metadata"]["name"]))
+        self.cluster.delete_object((Kind.POD, self.key.namespace, self.pod(index, role)["metadata"]["name"]))
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -177,53 +179,55 @@ class World:
     def kubelets_delete(self) -> None:
         """Kubelets that live confirm that pods have ended."""
         for pod in list(self.cluster.pods()):
-            about = pod["metadata"]
-            if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
-                self.cluster.gone((Kind.POD, self.key.namespace, about["name"]))
+            metadata = pod["metadata"]
+            if "deletionTimestamp" in metadata and pod["spec"].get("nodeName") not in self.dead_nodes:
+                self.cluster.remove_object((Kind.POD, self.key.namespace, metadata["name"]))
 
     def run(self) -> None:
         """Every pod that can be is scheduled, starts and gets ready."""
         for pod in list(self.cluster.pods()):
             if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
-                self._set(pod, phase="Running", ready=True)
+                self._set_pod_status(pod, phase="Running", ready=True)
 
     def start(self) -> None:
         """As `run`, but no rank has sent a heartbeat yet."""
         for pod in list(self.cluster.pods()):
             if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
-                self._set(pod, phase="Running", ready=False)
+                self._set_pod_status(pod, phase="Running", ready=False)
 
-    def end(self, index: int, code: int, word: TerminationMessage | None = None, **more: Any) -> None:
+    def end_pod(self, index: int, code: int, termination: TerminationMessage | None = None, **more: Any) -> None:
         """A trainer pod ends; `more` goes into its status, `reason` into its container's."""
         reason = more.pop("container_reason", "Completed" if code == 0 else "Error")
         terminated = {
             "exitCode": code,
             "reason": reason,
-            "finishedAt": at(self.cluster.now),
-            "startedAt": self._started(index),
-            "message": "" if word is None else word.model_dump_json(by_alias=True, exclude_none=True),
+            "finishedAt": format_time(self.cluster.now),
+            "startedAt": self._started_at(index),
+            "message": "" if termination is None else termination.model_dump_json(by_alias=True, exclude_none=True),
         }
         state = [_container({"terminated": terminated})]
         phase = "Succeeded" if code == 0 else "Failed"
-        self._set(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
+        self._set_pod_status(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
 
-    def end_all(self, code: int, word: TerminationMessage | None = None) -> None:
+    def end_all_pods(self, code: int, termination: TerminationMessage | None = None) -> None:
         """Every trainer pod of the present gang ends alike."""
         for index in sorted(int(pod["metadata"]["labels"][Label.INDEX]) for pod in self.cluster.pods(PodRole.TRAINER)):
-            self.end(index, code, word)
+            self.end_pod(index, code, termination)
 
-    def evict(self, index: int, role: PodRole = PodRole.TRAINER) -> None:
+    def evict_pod(self, index: int, role: PodRole = PodRole.TRAINER) -> None:
         """The kubelet takes a pod's place away."""
         target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
         pod = self.pod(index, role)
-        self._set(pod, phase="Failed", ready=False, reason="Evicted", message="The node was low on memory", more=target)
+        self._set_pod_status(
+            pod, phase="Failed", ready=False, reason="Evicted", message="The node was low on memory", more=target
+        )
 
-    def preempt(self, index: int, code: int = 143, condition: str = "DisruptionTarget") -> None:
+    def preempt_pod(self, index: int, code: int = 143, condition: str = "DisruptionTarget") -> None:
         """A scheduler wants the place: the pod saves, ends and is deleted."""
         target = {"type": condition, "status": "True", "reason": "PreemptionByScheduler"}
-        self._set(self.pod(index), more=target)
+        self._set_pod_status(self.pod(index), more=target)
         self.delete_pod(index)
-        self.end(index, code)
+        self.end_pod(index, code)
 
     def lose_node(self, index: int, *, is_known: bool = True) -> None:
         """The node of a pod is cut off; after a while the node controller wants its pods gone."""
@@ -231,30 +235,30 @@ class World:
         node = pod["spec"]["nodeName"]
         self.dead_nodes.add(node)
         target = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
-        self._set(pod, ready=False, more=target)
+        self._set_pod_status(pod, ready=False, more=target)
         self.delete_pod(index)
         if is_known:
-            self.cluster.lose(node)
+            self.cluster.lose_node(node)
 
     def lose_sight(self, index: int) -> None:
         """The node controller has not heard of a pod's node for too long, and says so of its pods."""
         pod = self.pod(index)
         node = pod["spec"]["nodeName"]
         self.dead_nodes.add(node)
-        self._set(pod, ready=False, more={"type": "ContainersReady", "status": "True"})
-        self.cluster.lose(node)
+        self._set_pod_status(pod, ready=False, more={"type": "ContainersReady", "status": "True"})
+        self.cluster.lose_node(node)
 
     def fall_silent(self, index: int) -> None:
         """A pod that has answered so far does not."""
         self.cluster.answers.pop(self.pod(index)["metadata"]["uid"], None)
 
-    def hold(
+    def hold_pod(
         self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
     ) -> None:
         """A pod does not start: `condition` is PodScheduled, `waiting` the container's state."""
         state = [_container({"waiting": dict(waiting)})] if waiting is not None else []
         more = {"type": "PodScheduled", "status": "False", **condition} if condition is not None else None
-        self._set(self.pod(index), more=more, containerStatuses=state)
+        self._set_pod_status(self.pod(index), more=more, containerStatuses=state)
 
     def end_engine(self, index: int, code: int, log: str) -> None:
         """The container of an engine ends, and the kubelet is about to start it again."""
@@ -263,18 +267,18 @@ class World:
             "reason": "Error",
             "message": log,
             "containerID": "",
-            "finishedAt": at(self.cluster.now),
+            "finishedAt": format_time(self.cluster.now),
         }
         waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}
         state = _container({"waiting": waiting}) | {"name": "rollout", "lastState": {"terminated": end}}
-        self._set(self.pod(index, PodRole.ROLLOUT), ready=False, containerStatuses=[state])
+        self._set_pod_status(self.pod(index, PodRole.ROLLOUT), ready=False, containerStatuses=[state])
 
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
         claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]
-        self.cluster.change(claim | {"status": {"phase": phase}})
+        self.cluster.store_changed(claim | {"status": {"phase": phase}})
 
-    def say(
+    def report_progress(
         self,
         step: int,
         *,
@@ -288,7 +292,7 @@ class World:
         for pod in self.cluster.pods(PodRole.TRAINER):
             labels = pod["metadata"]["labels"]
             index = int(labels[Label.INDEX])
-            about = RunProgress(step=step, total_steps=100, last_checkpoint_step=saved, **run)
+            metadata = RunProgress(step=step, total_steps=100, last_checkpoint_step=saved, **run)
             self.cluster.answers[pod["metadata"]["uid"]] = PodProgress(
                 attempt=int(labels[Label.ATTEMPT]),
                 index=index,
@@ -296,7 +300,7 @@ class World:
                 restarts=restarts,
                 fault=fault,
                 ranks=(ReportedHeartbeat(rank=index, pid=7, step=step, age_seconds=age),),
-                run=about if index == 0 else None,
+                run=metadata if index == 0 else None,
             )
 
     # --- what is seen ------------------------------------------------------------------------------------------------
@@ -325,9 +329,9 @@ class World:
         """The message of a condition."""
         return next((found.message for found in self.status.conditions if found.type is kind), "")
 
-    def names(self, role: PodRole = PodRole.TRAINER) -> list[str]:
+    def pod_names(self, role: PodRole = PodRole.TRAINER) -> list[str]:
         """Pods of a role as attempt-index, those that are ending with a cross."""
-        return list(self._names(role))
+        return list(self._pod_names(role))
 
     def pod(self, index: int, role: PodRole = PodRole.TRAINER) -> Body:
         """The newest pod of a role with this index."""
@@ -353,22 +357,22 @@ class World:
     def _job_id(self) -> tuple[Kind, str, str]:
         return Kind.JOB, self.key.namespace, self.key.name
 
-    def _started(self, index: int) -> str:
+    def _started_at(self, index: int) -> str:
         """Return when a pod's container did; one that was not seen to start did just now."""
         there: list[Body] = self.pod(index)["status"].get("containerStatuses") or [_container({})]
-        started: str = there[0]["state"].get("running", {}).get("startedAt", at(self.cluster.now))
+        started: str = there[0]["state"].get("running", {}).get("startedAt", format_time(self.cluster.now))
         return started
 
-    def _names(self, role: PodRole) -> Iterator[str]:
+    def _pod_names(self, role: PodRole) -> Iterator[str]:
         for pod in self.cluster.pods(role):
             about = pod["metadata"]
             cross = "+" if "deletionTimestamp" in about else ""
             yield f"{about['labels'][Label.ATTEMPT]}-{about['labels'][Label.INDEX]}{cross}"
 
-    def _set(
+    def _set_pod_status(
         self, pod: Body, *, ready: bool | None = None, more: Mapping[str, Any] | None = None, **status: Any
     ) -> None:
-        now, before = at(self.cluster.now), pod.get("status", {})
+        now, before = format_time(self.cluster.now), pod.get("status", {})
         conditions = {found["type"]: found for found in before.get("conditions", ())}
         if ready is not None:
             state = "True" if ready else "False"
@@ -381,7 +385,7 @@ class World:
             conditions["PodScheduled"] = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now}
             index = pod["metadata"]["labels"][Label.INDEX]
             pod = pod | {"spec": pod["spec"] | {"nodeName": f"node-{pod['metadata']['labels'][Label.ROLE]}-{index}"}}
-        self.cluster.change(pod | {"status": before | status | {"conditions": list(conditions.values())}})
+        self.cluster.store_changed(pod | {"status": before | status | {"conditions": list(conditions.values())}})
 
 
 def _container(state: Body) -> Body:

@@ -16,16 +16,16 @@ TEXTS = ("a", "/a", "8", "1Gi", "a.b/c", "A_b", "", "-", "a b", "ä", "a:b", "a\
 Step = str | int
 
 
-def example(field: JobField) -> Any:
+def build_example(field: JobField) -> Any:
     """A value with everything in it that may be given."""
     match field.kind:
         case FieldKind.OBJECT:
-            return {name: example(inner) for name, inner in field.fields.items()}
+            return {name: build_example(inner) for name, inner in field.fields.items()}
         case FieldKind.MAP:
             return {"key": "value"}
         case FieldKind.LIST:
             assert field.element is not None
-            return [example(field.element)]
+            return [build_example(field.element)]
         case FieldKind.SWITCH:
             return True
         case FieldKind.WHOLE:
@@ -33,35 +33,35 @@ def example(field: JobField) -> Any:
         case FieldKind.NUMBER:
             return field.maximum if not field.below_maximum else field.minimum
         case _:
-            return field.choices[0] if field.choices else next(text for text in TEXTS if takes(field, text))
+            return field.choices[0] if field.choices else next(text for text in TEXTS if is_within_bounds(field, text))
 
 
-def takes(field: JobField, text: str) -> bool:
+def is_within_bounds(field: JobField, text: str) -> bool:
     """Return whether a text is within the bounds of a text field."""
     fits = (field.shortest or 0) <= len(text) <= (field.longest or math.inf)
     # Not $, which to Python also matches before a last line break.
     return fits and (field.pattern is None or re.search(field.pattern.replace("$", r"\Z"), text) is not None)
 
 
-def values(field: JobField) -> Iterator[tuple[Any, bool]]:
+def field_values(field: JobField) -> Iterator[tuple[Any, bool]]:
     """Values for a field, and whether it takes them."""
     match field.kind:
         case FieldKind.OBJECT:
-            yield from _objects(field)
+            yield from _object_values(field)
         case FieldKind.MAP:
-            yield from _maps(field)
+            yield from _map_values(field)
         case FieldKind.LIST:
-            yield from _lists(field)
+            yield from _list_values(field)
         case FieldKind.SWITCH:
             yield from ((False, True), ("true", False), (1, False), ([], False))
         case FieldKind.WHOLE | FieldKind.NUMBER:
-            yield from _numbers(field)
+            yield from _number_values(field)
         case _:
-            yield from _texts(field)
+            yield from _text_values(field)
 
 
-def _objects(field: JobField) -> Iterator[tuple[Any, bool]]:
-    whole = example(field)
+def _object_values(field: JobField) -> Iterator[tuple[Any, bool]]:
+    whole = build_example(field)
     yield "text", False
     yield [whole], False
     yield {**whole, "bogus": 1}, False
@@ -69,7 +69,7 @@ def _objects(field: JobField) -> Iterator[tuple[Any, bool]]:
         yield {key: value for key, value in whole.items() if key != name}, name not in field.required
 
 
-def _maps(field: JobField) -> Iterator[tuple[Any, bool]]:
+def _map_values(field: JobField) -> Iterator[tuple[Any, bool]]:
     assert field.longest is not None
     assert field.longest_key is not None
     yield {}, True
@@ -82,18 +82,18 @@ def _maps(field: JobField) -> Iterator[tuple[Any, bool]]:
         yield {"k" * length: ""}, length == field.longest_key
 
 
-def _lists(field: JobField) -> Iterator[tuple[Any, bool]]:
+def _list_values(field: JobField) -> Iterator[tuple[Any, bool]]:
     assert field.element is not None
     assert field.longest is not None
-    item = example(field.element)
+    item = build_example(field.element)
     yield item, False
     yield {"0": item}, False
     yield [None], False
     for count in {0, field.shortest or 0, field.longest, field.longest + 1}:
-        yield _distinct(field.element, item, count), (field.shortest or 0) <= count <= field.longest
+        yield _make_distinct(field.element, item, count), (field.shortest or 0) <= count <= field.longest
 
 
-def _distinct(element: JobField, item: Any, count: int) -> list[Any]:
+def _make_distinct(element: JobField, item: Any, count: int) -> list[Any]:
     """Items with names of their own, where these are free: a list of environment variables may not repeat one."""
     name = element.fields.get("name")
     if name is not None and not name.choices:
@@ -101,7 +101,7 @@ def _distinct(element: JobField, item: Any, count: int) -> list[Any]:
     return [item] * count
 
 
-def _numbers(field: JobField) -> Iterator[tuple[Any, bool]]:
+def _number_values(field: JobField) -> Iterator[tuple[Any, bool]]:
     low, high = field.minimum, field.maximum
     assert low is not None
     assert high is not None
@@ -116,34 +116,34 @@ def _numbers(field: JobField) -> Iterator[tuple[Any, bool]]:
         yield 10**30, False
 
 
-def _texts(field: JobField) -> Iterator[tuple[Any, bool]]:
+def _text_values(field: JobField) -> Iterator[tuple[Any, bool]]:
     is_quantity = field.kind is FieldKind.WHOLE_OR_TEXT
     yield from (((1, is_quantity), (-1, False), (1.5, False), (True, False), ([], False), ({}, False)))
     if field.choices:
         yield from ((choice, True) for choice in field.choices)
         yield from ((text, False) for text in ("bogus", "", field.choices[0].swapcase()))
         return
-    yield from ((text, takes(field, text)) for text in TEXTS)
-    good = next(text for text in TEXTS if text and takes(field, text))
+    yield from ((text, is_within_bounds(field, text)) for text in TEXTS)
+    good = next(text for text in TEXTS if text and is_within_bounds(field, text))
     if field.longest is not None and not is_quantity:
         yield good + "a" * (field.longest - len(good)), True
         yield good + "a" * (field.longest + 1 - len(good)), False
 
 
-def places(field: JobField, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], JobField]]:
+def field_places(field: JobField, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], JobField]]:
     """Every field below the spec, and where it is in the example."""
     if place:
         yield place, field
     for name, inner in field.fields.items():
-        yield from places(inner, (*place, name))
+        yield from field_places(inner, (*place, name))
     if field.kind is FieldKind.LIST and field.element is not None:
-        yield from places(field.element, (*place, 0))
+        yield from field_places(field.element, (*place, 0))
 
 
 def spec_with(place: tuple[Step, ...], value: Any) -> dict[str, Any]:
     """A small spec with one section in full, in which one value is replaced."""
     section = str(place[0])
-    spec = {**SFT, section: example(SPEC.fields[section])}
+    spec = {**SFT, section: build_example(SPEC.fields[section])}
     holder: Any = spec
     for step in place[:-1]:
         holder = holder[step]

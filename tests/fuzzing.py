@@ -32,7 +32,7 @@ _WRONG = (
 )
 
 
-def drawn() -> Iterator[random.Random]:
+def random_sources() -> Iterator[random.Random]:
     """Sources of chance, the same each time unless another number of inputs was asked for.
 
     After the last one it fails when the process took more memory meanwhile than is left to an operator.
@@ -60,7 +60,7 @@ def _mib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
-def damaged(draw: random.Random, samples: Sequence[bytes]) -> bytes:
+def damage_sample(draw: random.Random, samples: Sequence[bytes]) -> bytes:
     """One of the samples with a few places changed, each to what a parser may not expect."""
     content = draw.choice(samples)
     for _ in range(draw.randrange(1, 4)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from builders import GRPO, SFT, merged
+from builders import GRPO, SFT, merge_sections
 from moejob_api.contract.pods import Environment
 from moejob_operator.actions import Ensure
 from moejob_operator.children.attempt import Images, JobNetwork
@@ -31,7 +31,7 @@ IMAGES = Images(
 
 
 @dataclass(frozen=True)
-class Golden:
+class GoldenJob:
     """One job; sections are laid over a small SFT job."""
 
     name: str
@@ -78,32 +78,32 @@ _SEPARATE: Mapping[str, Any] = {
 }
 
 
-def _gang(name: str, api: GangApi, queue: str | None = None) -> Golden:
+def _build_gang(name: str, api: GangApi, queue: str | None = None) -> GoldenJob:
     lifecycle = {"gang": name} | ({} if queue is None else {"queue": queue})
-    return Golden(f"gang-{name.lower()}", {**_TWO_NODES, "lifecycle": lifecycle}, frozenset({api}))
+    return GoldenJob(f"gang-{name.lower()}", {**_TWO_NODES, "lifecycle": lifecycle}, frozenset({api}))
 
 
 GOLDEN = (
-    Golden("sft-cpu-tiny", _TINY),
-    Golden("sft-two-nodes-rdma-topology", _TWO_NODES),
-    Golden(
+    GoldenJob("sft-cpu-tiny", _TINY),
+    GoldenJob("sft-two-nodes-rdma-topology", _TWO_NODES),
+    GoldenJob(
         "sft-own-claim",
-        merged(_TINY, {"model": {"source": "pvc://models/tiny"}})
+        merge_sections(_TINY, {"model": {"source": "pvc://models/tiny"}})
         | {"storage": {"size": None, "claimName": "checkpoints", "mountPath": "/checkpoints"}},
     ),
-    Golden("grpo-colocated", {**_GRPO, "grpo": _ROLLOUT}),
-    Golden("grpo-separate", _SEPARATE),
-    Golden(
+    GoldenJob("grpo-colocated", {**_GRPO, "grpo": _ROLLOUT}),
+    GoldenJob("grpo-separate", _SEPARATE),
+    GoldenJob(
         "grpo-separate-volcano",
         {**_SEPARATE, "lifecycle": {"gang": "Volcano", "queue": "team"}},
         frozenset({GangApi.VOLCANO}),
     ),
-    _gang("Native", GangApi.NATIVE),
-    _gang("Volcano", GangApi.VOLCANO, queue="team"),
-    _gang("Coscheduling", GangApi.COSCHEDULING),
-    _gang("Kueue", GangApi.KUEUE, queue="team"),
+    _build_gang("Native", GangApi.NATIVE),
+    _build_gang("Volcano", GangApi.VOLCANO, queue="team"),
+    _build_gang("Coscheduling", GangApi.COSCHEDULING),
+    _build_gang("Kueue", GangApi.KUEUE, queue="team"),
     # Two groups of two pods.
-    Golden(
+    GoldenJob(
         "gang-kueue-slices",
         {
             **_TINY,
@@ -116,23 +116,23 @@ GOLDEN = (
 )
 
 
-def text(golden: Golden) -> str:
+def render_manifests(golden: GoldenJob) -> str:
     """All that is created for a job, in the order in which it is."""
     return yaml.safe_dump_all(_manifests(golden), sort_keys=False, width=120)
 
 
-def _manifests(golden: Golden) -> Iterator[dict[str, Any]]:
+def _manifests(golden: GoldenJob) -> Iterator[dict[str, Any]]:
     base = GRPO if golden.sections.get("method") == "GRPO" else SFT
     raw = {
         "apiVersion": "moejob.dev/v1alpha1",
         "kind": "MoETrainingJob",
         "metadata": {"name": "job", "namespace": "team", "uid": "6f1c", "generation": 1},
-        "spec": merged(base, golden.sections),
+        "spec": merge_sections(base, golden.sections),
     }
-    return (_without_spec(manifest) for manifest in created(raw, golden.apis))
+    return (_without_spec(manifest) for manifest in create_manifests(raw, golden.apis))
 
 
-def created(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
+def create_manifests(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
     """All that the operator creates when it first sees a job that the API server holds."""
     seen = read_observation(dict(raw), Children((), (), (), ()), SpecCache())
     assert seen.job.spec is not None, seen.job.problems
@@ -159,7 +159,7 @@ def main() -> None:
     for stale in set(FOLDER.glob("*.yaml")) - {FOLDER / f"{golden.name}.yaml" for golden in GOLDEN}:
         stale.unlink()
     for golden in GOLDEN:
-        (FOLDER / f"{golden.name}.yaml").write_text(text(golden))
+        (FOLDER / f"{golden.name}.yaml").write_text(render_manifests(golden))
 
 
 if __name__ == "__main__":

@@ -19,21 +19,21 @@ class CannotBuildError(Exception):
     """This machine cannot build images; the message says why."""
 
 
-def built(name: str) -> Path:
+def build_image(name: str) -> Path:
     """The folder of an image, as an OCI layout: trainer-cpu, for one. Minutes the first time, then seconds.
 
     `tar --create --directory FOLDER . | ctr --namespace k8s.io images import -` loads it, as
     docker.io/library/moejob-NAME:VERSION.
     """
-    obstacle = why_not()
+    obstacle = find_build_obstacle()
     if obstacle is not None:
         raise CannotBuildError(obstacle)
-    with downloads() as given:
-        builder().build(ordered(name), given)
-    return builder().layout(RECIPES[name])
+    with provide_downloads() as local_supplies:
+        make_builder().build(order_image(name), local_supplies)
+    return make_builder().layout(RECIPES[name])
 
 
-def why_not() -> str | None:
+def find_build_obstacle() -> str | None:
     """Return why no image can be built here; None when nothing is in the way."""
     if os.geteuid() != 0:
         return "only root can mount what images are built in"
@@ -41,23 +41,23 @@ def why_not() -> str | None:
     return f"{' and '.join(missing)} not found: apt-get install buildah mmdebstrap" if missing else None
 
 
-def builder() -> Buildah:
+def make_builder() -> Buildah:
     """Return what builds, with the cache that outlives checkouts."""
     return Buildah(cache(os.environ) / "images")
 
 
-def ordered(name: str) -> Order:
+def order_image(name: str) -> Order:
     """This tree's image of a name, on the bases of this machine."""
     return on_local_bases(order(RECIPES[name], {}))
 
 
-def store(name: str) -> Store:
+def find_image_store(name: str) -> Store:
     """Return where the layers of a built image are."""
-    return builder().store(ordered(name))
+    return make_builder().store(order_image(name))
 
 
 @contextmanager
-def downloads() -> Iterator[Supplies]:
+def provide_downloads() -> Iterator[Supplies]:
     """Yield what builds get from this machine."""
     with tempfile.TemporaryDirectory() as scratch:
         yield supplies(os.environ, Path(scratch))

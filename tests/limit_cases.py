@@ -26,7 +26,7 @@ ALLOWED: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Limited:
+class LimitCase:
     """Sections for builders.spec; beyond the limits, the field that is refused and a piece of what is said of it."""
 
     id: str
@@ -35,8 +35,8 @@ class Limited:
     says: str = ""
 
 
-def _pods(case: str, path: str = "", says: str = "", **resources: Any) -> Limited:
-    return Limited(case, {"resources": resources}, path and f"spec.resources.{path}", says)
+def _pods(case: str, path: str = "", says: str = "", **resources: Any) -> LimitCase:
+    return LimitCase(case, {"resources": resources}, path and f"spec.resources.{path}", says)
 
 
 def _variable(**source: Any) -> list[dict[str, Any]]:
@@ -46,8 +46,8 @@ def _variable(**source: Any) -> list[dict[str, Any]]:
 _KEY = {"key": "token"}
 _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
-WITHIN: tuple[Limited, ...] = (
-    Limited("a job that names nothing"),
+WITHIN: tuple[LimitCase, ...] = (
+    LimitCase("a job that names nothing"),
     _pods("service account", serviceAccount="trainer"),
     _pods("image by its beginning", image="registry.example.com/ml/trainer:2"),
     _pods("image by name", rolloutImage="registry.example.com/other/trainer:1"),
@@ -55,14 +55,14 @@ WITHIN: tuple[Limited, ...] = (
     _pods("Secret read whole", envFrom=[{"secret": "team-all"}]),
     _pods("Secret of a registry", imagePullSecrets=["team-registry"]),
     _pods("ConfigMap", env=_variable(configMap={"name": "nccl", **_KEY}), envFrom=[{"configMap": "nccl"}]),
-    Limited("claim", {"storage": {"size": None, "claimName": "team-a"}, "model": {"source": "pvc://models/a/b"}}),
-    Limited("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://team-a/run"}}),
-    Limited("run beside it on the claim", {"checkpoint": {"resumeFrom": "other"}}),
-    Limited("storage class", {"storage": {"storageClass": "shared"}}),
+    LimitCase("claim", {"storage": {"size": None, "claimName": "team-a"}, "model": {"source": "pvc://models/a/b"}}),
+    LimitCase("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://team-a/run"}}),
+    LimitCase("run beside it on the claim", {"checkpoint": {"resumeFrom": "other"}}),
+    LimitCase("storage class", {"storage": {"storageClass": "shared"}}),
     _pods("priority class", priorityClassName="training"),
     _pods("runtime class", runtimeClassName="nvidia"),
     _pods("scheduler", schedulerName="volcano"),
-    Limited("queue", {"lifecycle": {"queue": "team"}}),
+    LimitCase("queue", {"lifecycle": {"queue": "team"}}),
     _pods("queue by a label", labels={"kueue.x-k8s.io/queue-name": "team"}),
     _pods("networks", rdma={"resource": "rdma/hca", "networks": "rdma-0, rdma-1@eth1,net/rdma"}),
     _pods("networks by an annotation", annotations={_NETWORKS: "rdma-0"}),
@@ -73,7 +73,7 @@ WITHIN: tuple[Limited, ...] = (
     _pods("labels", labels={"example.com/a": "b"}, annotations={"example.com/a": "b c"}),
 )
 
-BEYOND: tuple[Limited, ...] = (
+BEYOND: tuple[LimitCase, ...] = (
     _pods("service account", "serviceAccount", "service account admin is beyond", serviceAccount="admin"),
     _pods("image", "image", "limits.images", image="elsewhere.example.com/ml/trainer:2"),
     _pods("image under a longer name", "image", "image registry", image="registry.example.com/other/trainer:12"),
@@ -83,20 +83,22 @@ BEYOND: tuple[Limited, ...] = (
     _pods("Secret of a registry", "imagePullSecrets[0]", "Secret others", imagePullSecrets=["others"]),
     _pods("ConfigMap of a variable", "env[1]", "ConfigMap b", env=_variable(configMap={"name": "b", **_KEY})),
     _pods("ConfigMap read whole", "envFrom[0]", "ConfigMap b", envFrom=[{"configMap": "b"}]),
-    Limited("claim", {"storage": {"size": None, "claimName": "b"}}, "spec.storage.claimName", "claim b"),
-    Limited("claim of a model", {"model": {"source": "pvc://b/team-a"}}, "spec.model.source", "claim b"),
-    Limited(
+    LimitCase("claim", {"storage": {"size": None, "claimName": "b"}}, "spec.storage.claimName", "claim b"),
+    LimitCase("claim of a model", {"model": {"source": "pvc://b/team-a"}}, "spec.model.source", "claim b"),
+    LimitCase(
         "claim of data",
         {"data": {"eval": [{"source": "pvc://b/team-a", "format": "Chat"}]}},
         "spec.data.eval[0].source",
         "claim b",
     ),
-    Limited("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://b"}}, "spec.checkpoint.resumeFrom", "claim b"),
-    Limited("storage class", {"storage": {"storageClass": "b"}}, "spec.storage.storageClass", "storage class b"),
+    LimitCase(
+        "claim to go on from", {"checkpoint": {"resumeFrom": "pvc://b"}}, "spec.checkpoint.resumeFrom", "claim b"
+    ),
+    LimitCase("storage class", {"storage": {"storageClass": "b"}}, "spec.storage.storageClass", "storage class b"),
     _pods("priority class", "priorityClassName", "priority class b", priorityClassName="b"),
     _pods("runtime class", "runtimeClassName", "runtime class b", runtimeClassName="b"),
     _pods("scheduler", "schedulerName", "scheduler b", schedulerName="b"),
-    Limited("queue", {"lifecycle": {"queue": "b"}}, "spec.lifecycle.queue", "queue b"),
+    LimitCase("queue", {"lifecycle": {"queue": "b"}}, "spec.lifecycle.queue", "queue b"),
     _pods("queue by an annotation", "annotations", "queue b", annotations={"scheduling.volcano.sh/queue-name": "b"}),
     _pods("network", "rdma.networks", "network b", rdma={"resource": "rdma/hca", "networks": "rdma-0,b"}),
     _pods("network of another namespace", "annotations", "network b/rdma-0", annotations={_NETWORKS: "b/rdma-0"}),

@@ -23,8 +23,8 @@ class Listening:
     def look(self, pid: int) -> None:
         """Add what listens now."""
         sockets = dict(_listening_sockets())
-        for process in _family(pid):
-            for inode in _inodes(process) & sockets.keys():
+        for process in _process_tree(pid):
+            for inode in _socket_inodes(process) & sockets.keys():
                 self.places.setdefault(process, set()).add(sockets[inode])
 
     @property
@@ -34,7 +34,7 @@ class Listening:
 
 
 @contextmanager
-def watched(pid: int) -> Iterator[Listening]:
+def watch_process(pid: int) -> Iterator[Listening]:
     """Look at a process, again and again, until the block ends."""
     seen, is_over = Listening(), threading.Event()
 
@@ -57,10 +57,10 @@ def _listening_sockets() -> Iterator[tuple[str, tuple[Address, int]]]:
             fields = line.split()
             if fields[3] == _LISTENS:
                 address, _, port = fields[1].partition(":")
-                yield fields[9], (_address(address), int(port, 16))
+                yield fields[9], (_parse_address(address), int(port, 16))
 
 
-def _address(text: str) -> Address:
+def _parse_address(text: str) -> Address:
     # Words of four bytes, each in the order of the machine: little-endian, as all that we run on.
     words = [bytes.fromhex(text[place : place + 8])[::-1] for place in range(0, len(text), 8)]
     return ipaddress.ip_address(b"".join(words))
@@ -71,7 +71,7 @@ def _is_loopback(address: Address) -> bool:
     return (mapped or address).is_loopback
 
 
-def _family(pid: int) -> set[int]:
+def _process_tree(pid: int) -> set[int]:
     """The process, its children, and theirs."""
     parents = {}
     for place in Path("/proc").iterdir():
@@ -84,7 +84,7 @@ def _family(pid: int) -> set[int]:
     return found
 
 
-def _inodes(pid: int) -> set[str]:
+def _socket_inodes(pid: int) -> set[str]:
     found = set()
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

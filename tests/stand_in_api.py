@@ -24,7 +24,7 @@ Answer = tuple[int, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedRequest:
     """One request."""
 
     method: str
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass
-class Requests:
+class RequestMetrics:
     """Metrics that remember."""
 
     seen: list[tuple[str, str, str]] = field(default_factory=list)
@@ -48,12 +48,12 @@ class Requests:
 
 
 @dataclass
-class StandIn:
+class StandInServer:
     """The answers to "METHOD /path", or "METHOD /path?watch". Answers are given in turn, the last one for ever."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
-    metrics: Requests = field(default_factory=Requests)
+    requests: list[RecordedRequest] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     # Requests hang while this is cleared.
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -62,31 +62,31 @@ class StandIn:
     _news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _at_once: int = 0
 
-    def say(self, asked: str, *answers: Answer) -> None:
-        self.answers[asked] = list(answers)
+    def set_answers(self, request: str, *answers: Answer) -> None:
+        self.answers[request] = list(answers)
 
     def serve_jobs(self) -> None:
         """Answer what kopf asks before it watches jobs."""
-        self.say("GET /api", (200, {"versions": ["v1"]}))
-        self.say("GET /api/v1", api_resources("namespaces"))
-        self.say("GET /apis", api_groups())
-        self.say(f"GET /apis/{GROUP}/{VERSION}", api_resources(PLURAL))
+        self.set_answers("GET /api", (200, {"versions": ["v1"]}))
+        self.set_answers("GET /api/v1", api_resources("namespaces"))
+        self.set_answers("GET /apis", api_groups())
+        self.set_answers(f"GET /apis/{GROUP}/{VERSION}", api_resources(PLURAL))
 
     @property
     def calls(self) -> list[str]:
-        return [str(asked) for asked in self.asked]
+        return [str(request) for request in self.requests]
 
-    async def until_asked(self, call: str, times: int = 1) -> None:
+    async def await_request(self, call: str, times: int = 1) -> None:
         """Wait for a request to have come so often."""
         async with asyncio.timeout(30), self._news:
             await self._news.wait_for(lambda: self.calls.count(call) >= times)
 
     async def handle(self, request: web.Request) -> web.Response:
         content = await request.text()
-        asked = Asked(
+        recorded = RecordedRequest(
             request.method, request.path, dict(request.query), request.headers, json.loads(content) if content else None
         )
-        self.asked.append(asked)
+        self.requests.append(recorded)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         async with self._news:
@@ -95,23 +95,23 @@ class StandIn:
             await self.answering.wait()
         finally:
             self._at_once -= 1
-        name = f"{asked}?watch" if "watch" in asked.query else str(asked)
-        answers = self.answers.get(name) or [refused(404, "NotFound", f"no answer to {name}")]
+        name = f"{recorded}?watch" if "watch" in recorded.query else str(recorded)
+        answers = self.answers.get(name) or [refusal_answer(404, "NotFound", f"no answer to {name}")]
         code, body = answers.pop(0) if len(answers) > 1 else answers[0]
         if code < 0:
-            return await self._silence(request)
+            return await self._stay_silent(request)
         if body is None:
-            body = self._kept(asked.body)
+            body = self._complete_body(recorded.body)
         return web.Response(
             status=code, text=body if isinstance(body, str) else json.dumps(body), content_type="application/json"
         )
 
-    def _kept(self, body: Any) -> Any:
+    def _complete_body(self, body: Any) -> Any:
         self.versions += 1
-        given = {"uid": f"uid-{self.versions}", **body["metadata"], "resourceVersion": str(self.versions)}
-        return {**body, "metadata": given}
+        metadata = {"uid": f"uid-{self.versions}", **body["metadata"], "resourceVersion": str(self.versions)}
+        return {**body, "metadata": metadata}
 
-    async def _silence(self, request: web.Request) -> web.Response:
+    async def _stay_silent(self, request: web.Request) -> web.Response:
         response = web.StreamResponse()
         await response.prepare(request)
         await asyncio.Event().wait()
@@ -135,12 +135,12 @@ def api_resources(*names: str) -> Answer:
     }
 
 
-def refused(code: int, reason: str, message: str = "said the API server") -> tuple[int, Any]:
+def refusal_answer(code: int, reason: str, message: str = "said the API server") -> tuple[int, Any]:
     """A refusal as an API server words it."""
     return code, {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
 
 
-def listed(
+def list_answer(
     *items: Any, kind: str = "PodList", api: str = "v1", version: str = "100", more: str = ""
 ) -> tuple[int, Any]:
     """A page of a list, its items without kind and apiVersion as in a real one."""
@@ -152,7 +152,7 @@ def listed(
     }
 
 
-def stored(kind: str, name: str, version: int = 1, **fields: Any) -> dict[str, Any]:
+def stored_object(kind: str, name: str, version: int = 1, **fields: Any) -> dict[str, Any]:
     """An object as an API server keeps it; labels and owners are given as such, the rest as it is."""
     labels, owner, metadata = fields.pop("labels", {}), fields.pop("owner", None), fields.pop("metadata", {})
     return {
@@ -183,9 +183,9 @@ def _reference(uid: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def stand_in(seconds: float = 5.0, concurrency: int = 4) -> AsyncIterator[tuple[StandIn, ApiClient]]:
+async def serve_stand_in(seconds: float = 5.0, concurrency: int = 4) -> AsyncIterator[tuple[StandInServer, ApiClient]]:
     """A server, and a client that speaks to it."""
-    server = StandIn()
+    server = StandInServer()
     server.answering.set()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)

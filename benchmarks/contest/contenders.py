@@ -85,7 +85,7 @@ class Contender:
 
 def ours(plane: ControlPlane, namespace: str, *, is_traced: bool = False) -> Contender:
     """The operator of this tree under the chart's own account and settings; its rights end with the control plane."""
-    home = Home(plane, plane.helm.rendered(None, namespace), namespace, plane.folder)
+    home = Home(plane, plane.helm.render(None, namespace), namespace, plane.folder)
     grant(home)
     operator = home.replica(*(["--log-level=DEBUG"] if is_traced else []))
     contender = Contender(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from golden_manifests import created
+from golden_manifests import create_manifests
 
 Body = dict[str, Any]
 
@@ -20,7 +20,7 @@ _BY_ITS_OPERATOR = ("hostname", "subdomain", "restartPolicy")
 def pod_template(job: Mapping[str, Any], container: str) -> Body:
     """That of the first pod of a job of ours, with its container under the name that the other wants."""
     held = {**job, "metadata": {**job["metadata"], "namespace": "peer", "uid": "0", "generation": 1}}
-    pod = next(manifest for manifest in created(held, frozenset()) if manifest["kind"] == "Pod")
+    pod = next(manifest for manifest in create_manifests(held, frozenset()) if manifest["kind"] == "Pod")
     spec = {name: value for name, value in pod["spec"].items() if name not in _BY_ITS_OPERATOR}
     [trainer] = spec["containers"]
     alone = {name: value for name, value in trainer.items() if name != "env"}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from benchmarks.hostile.reviews import Drawn, job, request
-from fuzzing import damaged
+from fuzzing import damage_sample
 from moejob_operator.admission.review import PATH
 from moejob_operator.admission.server import BODY_BYTES
 
@@ -181,7 +181,7 @@ def damaged_requests(samples: Sequence[bytes]) -> Attack:
     async def attack(target: Target, draw: random.Random) -> None:
         reader, writer = await target.connected()
         try:
-            writer.write(damaged(draw, samples))
+            writer.write(damage_sample(draw, samples))
             async with asyncio.timeout(0.2):
                 await reader.read(65_536)
         finally:

@@ -28,7 +28,7 @@ from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure_kopf
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.process import keep_loop_prompt
-from stand_in_api import listed, stand_in
+from stand_in_api import list_answer, serve_stand_in
 
 HOSTS = service_hosts("moejob-webhook", "moejob-system")
 # Pods of a job that are asked at once.
@@ -50,9 +50,9 @@ async def webhook(authority: str) -> AsyncIterator[int]:
         reviewers = stack.enter_context(ThreadPoolExecutor(REVIEWERS))
         configure_kopf(settings, reviewers, server)
         kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER, registry=registry)(validate)
-        api, _ = await stack.enter_async_context(stand_in())
+        api, _ = await stack.enter_async_context(serve_stand_in())
         api.serve_jobs()
-        api.say(f"GET /apis/{GROUP}/{VERSION}/{PLURAL}", listed())
+        api.set_answers(f"GET /apis/{GROUP}/{VERSION}/{PLURAL}", list_answer())
 
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> kopf.ConnectionInfo:

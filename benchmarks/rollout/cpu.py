@@ -103,7 +103,7 @@ def _served(
     }
     engine = Engine(folder, folder / "engine.log", **sections)
     try:
-        engine.ready()
+        engine.await_ready()
         return _through(engine.url, model, _transport(sync, folder), alone)
     finally:
         engine.kill()

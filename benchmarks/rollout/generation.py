@@ -120,7 +120,7 @@ def _measured(case: _Case, counts: Sequence[int], *, is_compiled: bool) -> Itera
 def _ours(case: _Case, counts: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
     engine = Engine(case.folder, case.folder / "engine.log", **case.sections())
     try:
-        engine.ready()
+        engine.await_ready()
         fleet = EngineFleet([engine.url], EngineConnection(SECRET), LIMITS)
         text = np.arange(48, dtype=np.int32) * 7919 % int(case.config["vocab_size"])
         trial = ProbeTerms(text, unknown, lambda: float("inf"))

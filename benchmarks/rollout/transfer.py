@@ -72,7 +72,7 @@ def main() -> None:
     (folder / "engine-model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     engine = Engine(folder, given.out / "engine.log", **_sections(given.share))
     try:
-        engine.ready()
+        engine.await_ready()
         _measured(engine.url, _Weights(config))
     finally:
         engine.kill()

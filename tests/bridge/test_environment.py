@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from closures import import_errors, modules, strays, wrong_versions
+from closures import find_modules, find_strays, import_errors, wrong_versions
 
 # Imported by the other tests, with stand-ins for what it names and never uses.
 _WITH_STAND_INS = "megatron.bridge"
@@ -14,7 +14,7 @@ _WITH_STAND_INS = "megatron.bridge"
 
 @pytest.mark.thorough
 def test_every_module_of_the_closure_loads(tmp_path: Path) -> None:
-    names = [module for tops in modules("bridge").values() for module in tops if module != _WITH_STAND_INS]
+    names = [module for tops in find_modules("bridge").values() for module in tops if module != _WITH_STAND_INS]
     assert import_errors(names, tmp_path / "errors.json") == {}
 
 
@@ -23,4 +23,4 @@ def test_versions_are_the_pinned_ones() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    assert strays("bridge") == set()
+    assert find_strays("bridge") == set()

@@ -37,7 +37,7 @@ SAVED_BY_MEGATRON = (Family.QWEN3_MOE, Family.QWEN2, Family.DEEPSEEK_V3)
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
+def publish_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
     """The folder of a family's model, as Transformers saves it."""
     folders: dict[Family, Path] = {}
 
@@ -58,17 +58,17 @@ def groups() -> Iterator[None]:
 
 
 @pytest.fixture
-def exported(published: Callable[[Family], Path], tmp_path: Path) -> Path:
+def exported(publish_model: Callable[[Family], Path], tmp_path: Path) -> Path:
     """A model of Qwen3-MoE as a checkpoint of Megatron's."""
-    main(["export", str(published(Family.QWEN3_MOE)), "--out", str(tmp_path / "megatron")])
+    main(["export", str(publish_model(Family.QWEN3_MOE)), "--out", str(tmp_path / "megatron")])
     return tmp_path / "megatron"
 
 
 @pytest.mark.parametrize("family", CONVERTED)
 def test_a_model_comes_back_from_megatron_to_the_bit(
-    published: Callable[[Family], Path], family: Family, tmp_path: Path
+    publish_model: Callable[[Family], Path], family: Family, tmp_path: Path
 ) -> None:
-    source, checkpoint, back = published(family), tmp_path / "megatron", tmp_path / "back"
+    source, checkpoint, back = publish_model(family), tmp_path / "megatron", tmp_path / "back"
     assert main(["export", str(source), "--out", str(checkpoint)]) == ExitCode.DONE
     assert main(["import", str(checkpoint), "--config", str(source), "--out", str(back)]) == ExitCode.DONE
     assert_equal_models(back, source)
@@ -77,9 +77,9 @@ def test_a_model_comes_back_from_megatron_to_the_bit(
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("family", SAVED_BY_MEGATRON)
 def test_what_megatron_saved_of_a_published_model_imports_to_the_same_tensors(
-    published: Callable[[Family], Path], family: Family, tmp_path: Path
+    publish_model: Callable[[Family], Path], family: Family, tmp_path: Path
 ) -> None:
-    source, checkpoint = published(family), tmp_path / "megatron"
+    source, checkpoint = publish_model(family), tmp_path / "megatron"
     checkpoint.mkdir()
     dist_checkpointing.save({"model": MegatronModel(source).model.sharded_state_dict()}, str(checkpoint))
     assert main(["import", str(checkpoint), "--config", str(source), "--out", str(tmp_path / "back")]) == ExitCode.DONE
@@ -88,8 +88,10 @@ def test_what_megatron_saved_of_a_published_model_imports_to_the_same_tensors(
 
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("family", [Family.LLAMA, Family.QWEN2, Family.QWEN3])
-def test_megatron_loads_what_is_exported(published: Callable[[Family], Path], family: Family, tmp_path: Path) -> None:
-    source, checkpoint = published(family), tmp_path / "megatron"
+def test_megatron_loads_what_is_exported(
+    publish_model: Callable[[Family], Path], family: Family, tmp_path: Path
+) -> None:
+    source, checkpoint = publish_model(family), tmp_path / "megatron"
     main(["export", str(source), "--out", str(checkpoint)])
     expected, model = MegatronModel(source).model, MegatronModel(source).model
     for parameter in model.parameters():
@@ -101,8 +103,8 @@ def test_megatron_loads_what_is_exported(published: Callable[[Family], Path], fa
 
 
 @pytest.mark.usefixtures("groups")
-def test_an_export_holds_all_that_a_mixture_asks_for(published: Callable[[Family], Path], exported: Path) -> None:
-    asked = MegatronModel(published(Family.QWEN3_MOE)).model.sharded_state_dict()
+def test_an_export_holds_all_that_a_mixture_asks_for(publish_model: Callable[[Family], Path], exported: Path) -> None:
+    asked = MegatronModel(publish_model(Family.QWEN3_MOE)).model.sharded_state_dict()
     keys = {one.unique_key if isinstance(one, ShardedObject) else one.key for one in asked.values()}
     held = {*FileSystemReader(exported / "iter_0000000").read_metadata().state_dict_metadata}
     # Layers without Transformer Engine save this norm under another name than those with it.
@@ -135,34 +137,34 @@ def test_layers_and_experts_are_stacked_as_megatron_stacks_them(
 
 @pytest.mark.parametrize("family", [Family.MIXTRAL, Family.GPT_OSS])
 def test_a_family_that_the_bridge_does_not_convert_is_refused_by_name(
-    published: Callable[[Family], Path], family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    publish_model: Callable[[Family], Path], family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["export", str(published(family)), "--out", str(tmp_path / "megatron")])
+    code = main(["export", str(publish_model(family)), "--out", str(tmp_path / "megatron")])
     assert code == ExitCode.BAD_CONFIGURATION
     assert "Megatron-Bridge 0.3.1" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_folder_that_exists_is_not_written_to(
-    published: Callable[[Family], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    publish_model: Callable[[Family], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(published(Family.LLAMA)), "--out", str(tmp_path)]) == ExitCode.BAD_CONFIGURATION
+    assert main(["export", str(publish_model(Family.LLAMA)), "--out", str(tmp_path)]) == ExitCode.BAD_CONFIGURATION
     assert f"{tmp_path} exists" in capsys.readouterr().err
 
 
 def test_the_config_of_another_model_is_refused(
-    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    publish_model: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert imported(exported, published(Family.LLAMA), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert imported(exported, publish_model(Family.LLAMA), tmp_path) == ExitCode.BAD_CONFIGURATION
     assert "use the config.json of the model" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_cut_off_leaves_nothing_behind(
-    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    publish_model: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = exported / "iter_0000000/__0_0.distcp"
     os.truncate(data, data.stat().st_size // 2)
-    assert imported(exported, published(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert imported(exported, publish_model(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
     assert "cannot be read" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"megatron"}
 
@@ -173,17 +175,17 @@ class _Calls:
 
 
 def test_no_code_of_a_checkpoint_runs(
-    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    publish_model: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (exported / "iter_0000000/.metadata").write_bytes(pickle.dumps(_Calls()))
-    assert imported(exported, published(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert imported(exported, publish_model(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
     assert "it names posix.system" in capsys.readouterr().err
 
 
 def test_the_command_line_exports_a_run_and_imports_it_again(
-    published: Callable[[Family], Path], tmp_path: Path
+    publish_model: Callable[[Family], Path], tmp_path: Path
 ) -> None:
-    source, run = published(Family.LLAMA), tmp_path / "run"
+    source, run = publish_model(Family.LLAMA), tmp_path / "run"
     run.mkdir()
     (run / "export").symlink_to(source)
     there, back = tmp_path / "megatron", tmp_path / "back"

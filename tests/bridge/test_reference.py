@@ -18,14 +18,14 @@ from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import (
     Cell,
-    backward,
-    deviation,
-    documents,
-    loss_of,
+    make_documents,
+    make_loss,
+    measure_deviation,
     micro_batches,
     reference_model,
+    run_backward,
     save_gradients,
-    started,
+    start_engine,
 )
 
 # Where Megatron and Transformers read a config differently, it says what published ones say. Megatron takes one epsilon
@@ -58,7 +58,7 @@ def folder(cell: Cell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(cell: Cell, folder: Path) -> Iterator[MegatronTrainingEngine]:
     use_cpu()
-    yield started(cell, folder)
+    yield start_engine(cell, folder)
     stop_groups()
 
 
@@ -70,7 +70,7 @@ def megatron(engine: MegatronTrainingEngine, folder: Path) -> MegatronModel:
 
 
 def test_megatron_computes_the_same_logits(cell: Cell, engine: MegatronTrainingEngine, megatron: MegatronModel) -> None:
-    tokens = torch.from_numpy(documents(0, ONE)[0].tokens)
+    tokens = torch.from_numpy(make_documents(0, ONE)[0].tokens)
     with torch.no_grad():
         theirs = megatron(tokens[None]).logits[0]
     with _final_hidden(engine) as hidden:
@@ -82,11 +82,11 @@ def test_megatron_computes_the_same_logits(cell: Cell, engine: MegatronTrainingE
 def test_megatron_computes_the_same_gradients(
     cell: Cell, engine: MegatronTrainingEngine, megatron: MegatronModel, folder: Path
 ) -> None:
-    loss = backward(megatron, documents(0, ONE))
+    loss = run_backward(megatron, make_documents(0, ONE))
     save_gradients(megatron, folder / "gradients", megatron.save)
-    result = engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+    result = engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
     assert result.loss == pytest.approx(loss, rel=CLOSE)
-    worst = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
+    worst = measure_deviation(engine, folder / "gradients", lambda piece: piece.gradient)
     assert worst.error < CLOSE, f"the gradient of {worst.name} is off by {worst.error}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from documented import ROOT, Typed, started_modules, typed, typed_into_shell
+from documented import ROOT, TypedCommand, run_in_shell, started_modules, typed_commands
 from evidence import reached_words, read_evidence
 from moejob_api.documents.reading import read_job
 
@@ -55,8 +55,8 @@ def proof(command: str) -> str:
     return next((proof for pattern, proof in PROOFS.items() if re.match(pattern, command)), "")
 
 
-@pytest.mark.parametrize("one", typed(), ids=str)
-def test_a_command_of_a_page_has_a_proof(one: Typed) -> None:
+@pytest.mark.parametrize("one", typed_commands(), ids=str)
+def test_a_command_of_a_page_has_a_proof(one: TypedCommand) -> None:
     assert proof(one.command), "run it in a test and name that here, or say what it needs that no test has"
 
 
@@ -68,8 +68,8 @@ def test_a_proof_is_there(found: str) -> None:
         assert (ROOT / found).is_file()
 
 
-@pytest.mark.parametrize("typed_command", typed("moejob ", "make ", "helm "), ids=str)
-def test_a_proof_types_what_the_command_does(typed_command: Typed) -> None:
+@pytest.mark.parametrize("typed_command", typed_commands("moejob ", "make ", "helm "), ids=str)
+def test_a_proof_types_what_the_command_does(typed_command: TypedCommand) -> None:
     """The command of the program is a word somewhere in what the test comes to."""
     found = proof(typed_command.command)
     if found.startswith("needs "):
@@ -91,30 +91,32 @@ def test_a_module_that_a_page_starts_is_a_program() -> None:
 
 
 def test_no_proof_is_for_a_command_that_no_page_has() -> None:
-    used = {proof(one.command) for one in typed()}
+    used = {proof(one.command) for one in typed_commands()}
     assert set(PROOFS.values()) - used == set()
 
 
 def test_the_second_demo_is_two_runs_and_a_look_at_their_answers() -> None:
-    named = re.findall(r"examples/\S+", typed_into_shell("make --dry-run demo-grpo", ROOT).stdout)
+    named = re.findall(r"examples/\S+", run_in_shell("make --dry-run demo-grpo", ROOT).stdout)
     assert named == ["examples/tiny-sft-sums.yaml", "examples/tiny-grpo.yaml", "examples/answers.py"]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_the_layout_of_a_copied_example_is_changed_by_a_line(tmp_path: Path) -> None:
-    commands = [one.command for one in typed("cp examples/", "sed -i") if one.page == "docs/tutorials/resharding.md"]
+    commands = [
+        one.command for one in typed_commands("cp examples/", "sed -i") if one.page == "docs/tutorials/resharding.md"
+    ]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in commands:
-        assert typed_into_shell(command, tmp_path).returncode == 0
+        assert run_in_shell(command, tmp_path).returncode == 0
     parallelism = read_job((tmp_path / "job.yaml").read_text(), "job.yaml").spec.parallelism
     assert (parallelism.expert, parallelism.tensor) == (1, 2)
 
 
 def test_the_process_of_the_last_rank_is_found_in_the_log(tmp_path: Path) -> None:
     """The launcher's line, as tests of real runs read it, and the page's way to the number in it."""
-    [command] = [one.command for one in typed("kill -9")]
+    [command] = [one.command for one in typed_commands("kill -9")]
     log = tmp_path / "runs/killed/logs/pod-0.log"
     log.parent.mkdir(parents=True)
     log.write_text("t INFO ranks started ranks=[0, 1] pids=[11, 12]\nt INFO ranks started ranks=[0, 1] pids=[21, 22]\n")
-    said = typed_into_shell(command.replace("kill -9", "echo"), tmp_path)
+    said = run_in_shell(command.replace("kill -9", "echo"), tmp_path)
     assert said.stdout == "22\n"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from charts import Helm
-from cluster.binaries import MissingProgramError, found_or_built
+from cluster.binaries import MissingProgramError, find_or_build
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     capturing = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with capturing.global_and_fixture_disabled():
-            program = found_or_built(["helm"], lambda line: print(line, file=sys.stderr, flush=True))["helm"]  # noqa: T201
+            program = find_or_build(["helm"], lambda line: print(line, file=sys.stderr, flush=True))["helm"]  # noqa: T201
     except MissingProgramError as missing:
         pytest.skip(str(missing))
     return Helm(program, tmp_path_factory.mktemp("helm"))

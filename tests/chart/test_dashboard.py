@@ -93,7 +93,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_grafana_is_given_the_dashboard_as_it_is(helm: Helm) -> None:
-    rendered = helm.rendered({"metrics": {"dashboard": {"enabled": True, "labels": {"grafana_dashboard": "1"}}}})
-    found = rendered.one("ConfigMap")
+    rendered = helm.render({"metrics": {"dashboard": {"enabled": True, "labels": {"grafana_dashboard": "1"}}}})
+    found = rendered.find_one("ConfigMap")
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(found["data"]["moejob.json"]) == json.loads(DASHBOARD.read_text())

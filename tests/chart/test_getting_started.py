@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from charts import Helm
-from documented import Typed, typed
+from documented import TypedCommand, typed_commands
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
@@ -37,7 +37,7 @@ def test_the_chart_is_installed_from_the_registry_that_images_were_pushed_to(hel
     assert images - pushed == of_grpo
 
 
-@pytest.mark.parametrize("one", typed("helm install moejob", "helm upgrade moejob"), ids=str)
-def test_what_is_installed_can_be_rendered(helm: Helm, one: Typed) -> None:
+@pytest.mark.parametrize("one", typed_commands("helm install moejob", "helm upgrade moejob"), ids=str)
+def test_what_is_installed_can_be_rendered(helm: Helm, one: TypedCommand) -> None:
     options = [word for word in shlex.split(one.command)[4:] if word not in NOT_RENDERED]
     assert "kind: Deployment" in helm.run("template", "moejob", ROOT / "charts" / "moejob", *options)

@@ -63,7 +63,7 @@ from charts import CHART, Helm, HelmError, Values
 )
 def test_it_is_refused_with_its_name_and_what_is_wrong(helm: Helm, values: Values, says: str) -> None:
     with pytest.raises(HelmError) as refused:
-        helm.rendered(values)
+        helm.render(values)
     assert says in str(refused.value)
 
 

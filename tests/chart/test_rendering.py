@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, Helm, Object, Rendered, Values
+from charts import CHART, NAMESPACE, Helm, Object, RenderedChart, Values
 from limit_cases import ALLOWED
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_the_chart_is_well_formed(helm: Helm, values: Values) -> None:
 
 @VALUES
 def test_every_object_is_one_of_its_name_and_says_whose_it_is(helm: Helm, values: Values) -> None:
-    objects = helm.rendered(values).objects
+    objects = helm.render(values).objects
     assert len({identity(found) for found in objects}) == len(objects)
     for found in objects:
         labels = found["metadata"]["labels"]
@@ -106,7 +106,7 @@ def test_the_chart_is_of_the_version_that_it_installs() -> None:
 )
 def test_an_image_is_registry_name_and_version(helm: Helm, images: Values, expected: str) -> None:
     version = (ROOT / "VERSION").read_text().strip()
-    assert helm.rendered({"images": images}).container["image"] == expected.format(version=version)
+    assert helm.render({"images": images}).container["image"] == expected.format(version=version)
 
 
 # --- the definition -------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_an_image_is_registry_name_and_version(helm: Helm, images: Values, expec
 def test_the_definition_is_the_generated_one_and_part_of_the_release(
     helm: Helm, keep: bool, policy: str | None
 ) -> None:
-    found = helm.rendered({"crd": {"keep": keep}}).one("CustomResourceDefinition")
+    found = helm.render({"crd": {"keep": keep}}).find_one("CustomResourceDefinition")
     generated = yaml.load(GENERATED.read_text(), yaml.CSafeLoader)
     assert found["spec"] == generated["spec"]
     assert found["metadata"]["name"] == generated["metadata"]["name"]
@@ -125,13 +125,13 @@ def test_the_definition_is_the_generated_one_and_part_of_the_release(
 
 
 def test_the_rules_of_jobs_come_with_their_definition_and_go_with_the_release(helm: Helm) -> None:
-    installed, beside = helm.rendered({}), helm.rendered({"crd": {"install": False}})
+    installed, beside = helm.render({}), helm.render({"crd": {"install": False}})
     for generated in yaml.load_all(RULES.read_text(), yaml.CSafeLoader):
         name = generated["metadata"]["name"]
-        found = installed.one(generated["kind"], name)
+        found = installed.find_one(generated["kind"], name)
         assert found["spec"] == generated["spec"]
         assert "annotations" not in found["metadata"]
-        assert name not in {each["metadata"]["name"] for each in beside.all(generated["kind"])}
+        assert name not in {each["metadata"]["name"] for each in beside.find_all(generated["kind"])}
 
 
 # --- rights ---------------------------------------------------------------------------------------------------------
@@ -142,41 +142,45 @@ def resources(role: Object) -> set[str]:
 
 
 def test_who_serves_all_namespaces_has_its_rights_everywhere(helm: Helm) -> None:
-    rendered = helm.rendered()
+    rendered = helm.render()
     assert {"moetrainingjobs", "pods", "nodes", "validatingwebhookconfigurations"} <= resources(
-        rendered.one("ClusterRole", "moejob-operator")
+        rendered.find_one("ClusterRole", "moejob-operator")
     )
     assert {role["metadata"]["namespace"] for role in operator_roles(rendered)} == {NAMESPACE}
 
 
-def operator_roles(rendered: Rendered) -> list[Object]:
-    return [role for role in rendered.all("Role") if "helm.sh/hook" not in role["metadata"].get("annotations", {})]
+def operator_roles(rendered: RenderedChart) -> list[Object]:
+    return [role for role in rendered.find_all("Role") if "helm.sh/hook" not in role["metadata"].get("annotations", {})]
 
 
 def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_beyond(helm: Helm) -> None:
-    rendered = helm.rendered({"namespaces": ["team-a", "team-b"], **CERT_MANAGER})
+    rendered = helm.render({"namespaces": ["team-a", "team-b"], **CERT_MANAGER})
     for namespace in ("team-a", "team-b"):
         [role] = [role for role in operator_roles(rendered) if role["metadata"]["namespace"] == namespace]
         assert {"moetrainingjobs", "pods"} <= resources(role)
-    beyond = rendered.one("ClusterRole", f"moejob-operator-{NAMESPACE}")
+    beyond = rendered.find_one("ClusterRole", f"moejob-operator-{NAMESPACE}")
     assert resources(beyond) == {"nodes"}
-    [selected] = rendered.one("ValidatingWebhookConfiguration")["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+    [selected] = rendered.find_one("ValidatingWebhookConfiguration")["webhooks"][0]["namespaceSelector"][
+        "matchExpressions"
+    ]
     assert (selected["key"], selected["operator"]) == ("kubernetes.io/metadata.name", "In")
     assert selected["values"] == ["team-a", "team-b"]
 
 
 def test_nobody_needs_rights_beyond_namespaces_to_install_as_little_as_can_be(helm: Helm) -> None:
-    kinds = {found["kind"] for found in helm.rendered(NOTHING).objects}
+    kinds = {found["kind"] for found in helm.render(NOTHING).objects}
     assert not kinds & CLUSTER_SCOPED
 
 
-def rules(rendered: Rendered) -> list[tuple[Object, dict[str, Any]]]:
-    return [(role, rule) for kind in ("Role", "ClusterRole") for role in rendered.all(kind) for rule in role["rules"]]
+def rules(rendered: RenderedChart) -> list[tuple[Object, dict[str, Any]]]:
+    return [
+        (role, rule) for kind in ("Role", "ClusterRole") for role in rendered.find_all(kind) for rule in role["rules"]
+    ]
 
 
 @VALUES
 def test_no_right_is_to_everything_and_secrets_are_known_by_name(helm: Helm, values: Values) -> None:
-    for _, rule in rules(helm.rendered(values)):
+    for _, rule in rules(helm.render(values)):
         granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
         assert "*" not in granted
         if "secrets" in rule["resources"] and rule["verbs"] != ["create"]:
@@ -186,17 +190,17 @@ def test_no_right_is_to_everything_and_secrets_are_known_by_name(helm: Helm, val
 
 @VALUES
 def test_every_role_is_given_to_the_account_that_runs_and_to_nobody_else(helm: Helm, values: Values) -> None:
-    rendered = helm.rendered(values)
+    rendered = helm.render(values)
     account = rendered.pod["spec"]["serviceAccountName"]
     assert {"moejob-operator", "moejob-operator-test"} == {
-        found["metadata"]["name"] for found in rendered.all("ServiceAccount")
+        found["metadata"]["name"] for found in rendered.find_all("ServiceAccount")
     }
     for kind in ("Role", "ClusterRole"):
         given = {
             (binding["roleRef"]["name"], binding["metadata"].get("namespace")): binding["subjects"]
-            for binding in rendered.all(f"{kind}Binding")
+            for binding in rendered.find_all(f"{kind}Binding")
         }
-        roles = {identity(role)[1:] for role in rendered.all(kind) if role["metadata"]["name"] not in USER_ROLES}
+        roles = {identity(role)[1:] for role in rendered.find_all(kind) if role["metadata"]["name"] not in USER_ROLES}
         assert set(given) == roles
         for (name, _), subjects in given.items():
             expected = f"{account}-test" if "test" in name else account
@@ -220,7 +224,7 @@ USER_ROLES = {"moejob-view", "moejob-edit"}
     ],
 )
 def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Values, checked: set[str]) -> None:
-    spec = _limits(helm.rendered({"limits": limits}), "ValidatingAdmissionPolicy")["spec"]
+    spec = _limits(helm.render({"limits": limits}), "ValidatingAdmissionPolicy")["spec"]
     assert {variable["name"] for variable in spec["variables"]} == checked
     expressions = {validation["expression"] for validation in spec["validations"]}
     assert expressions == {f"variables.{name}.size() == 0" for name in checked}
@@ -238,7 +242,7 @@ def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Val
     ],
 )
 def test_limits_hold_where_the_operator_serves(helm: Helm, values: Values, where: Object) -> None:
-    rendered = helm.rendered(values)
+    rendered = helm.render(values)
     binding = _limits(rendered, "ValidatingAdmissionPolicyBinding")["spec"]
     assert binding["policyName"] == _limits(rendered, "ValidatingAdmissionPolicy")["metadata"]["name"]
     assert binding["validationActions"] == ["Deny"]
@@ -251,8 +255,8 @@ def test_limits_hold_where_the_operator_serves(helm: Helm, values: Values, where
 
 @VALUES
 def test_pods_keep_to_the_restricted_standard_and_write_nowhere(helm: Helm, values: Values) -> None:
-    rendered = helm.rendered(values)
-    for pod in (rendered.pod["spec"], rendered.one("Pod")["spec"]):
+    rendered = helm.render(values)
+    for pod in (rendered.pod["spec"], rendered.find_one("Pod")["spec"]):
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in pod["containers"]:
@@ -265,54 +269,54 @@ def test_pods_keep_to_the_restricted_standard_and_write_nowhere(helm: Helm, valu
 
 
 def test_the_cluster_chooses_the_user_where_the_chart_names_none(helm: Helm) -> None:
-    assert helm.rendered().pod["spec"]["securityContext"]["runAsUser"] == 65532
-    assert "runAsUser" not in helm.rendered(EVERYTHING).pod["spec"]["securityContext"]
+    assert helm.render().pod["spec"]["securityContext"]["runAsUser"] == 65532
+    assert "runAsUser" not in helm.render(EVERYTHING).pod["spec"]["securityContext"]
 
 
 @VALUES
 def test_every_service_budget_and_policy_finds_the_pods_of_the_operator_and_not_of_the_test(
     helm: Helm, values: Values
 ) -> None:
-    rendered = helm.rendered(values)
-    selectors = [rendered.one("Deployment")["spec"]["selector"]["matchLabels"]]
-    selectors += [found["spec"]["selector"] for found in rendered.all("Service")]
-    selectors += [found["spec"]["selector"]["matchLabels"] for found in rendered.all("PodDisruptionBudget")]
-    selectors += [found["spec"]["podSelector"]["matchLabels"] for found in rendered.all("NetworkPolicy")]
+    rendered = helm.render(values)
+    selectors = [rendered.find_one("Deployment")["spec"]["selector"]["matchLabels"]]
+    selectors += [found["spec"]["selector"] for found in rendered.find_all("Service")]
+    selectors += [found["spec"]["selector"]["matchLabels"] for found in rendered.find_all("PodDisruptionBudget")]
+    selectors += [found["spec"]["podSelector"]["matchLabels"] for found in rendered.find_all("NetworkPolicy")]
     for selector in selectors:
         assert selector.items() <= rendered.pod["metadata"]["labels"].items()
-        assert not selector.items() <= rendered.one("Pod")["metadata"]["labels"].items()
-    for monitor in rendered.all("ServiceMonitor"):
+        assert not selector.items() <= rendered.find_one("Pod")["metadata"]["labels"].items()
+    for monitor in rendered.find_all("ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
-        ports = {port["name"] for service in rendered.all("Service") for port in service["spec"]["ports"]}
-        assert wanted.items() <= rendered.one("Service", "moejob-operator")["metadata"]["labels"].items()
+        ports = {port["name"] for service in rendered.find_all("Service") for port in service["spec"]["ports"]}
+        assert wanted.items() <= rendered.find_one("Service", "moejob-operator")["metadata"]["labels"].items()
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
 
 
 def test_cert_manager_makes_the_certificate_where_it_is_asked_to(helm: Helm) -> None:
-    rendered = helm.rendered(CERT_MANAGER)
-    certificate, hooks = rendered.one("Certificate"), rendered.one("ValidatingWebhookConfiguration")
+    rendered = helm.render(CERT_MANAGER)
+    certificate, hooks = rendered.find_one("Certificate"), rendered.find_one("ValidatingWebhookConfiguration")
     assert hooks["metadata"]["annotations"] == {
         "cert-manager.io/inject-ca-from": f"{NAMESPACE}/{certificate['metadata']['name']}"
     }
-    assert certificate["spec"]["issuerRef"]["name"] == rendered.one("Issuer")["metadata"]["name"]
-    assert rendered.all("Secret") == []
-    assert "validatingwebhookconfigurations" not in resources(rendered.one("ClusterRole", "moejob-operator"))
+    assert certificate["spec"]["issuerRef"]["name"] == rendered.find_one("Issuer")["metadata"]["name"]
+    assert rendered.find_all("Secret") == []
+    assert "validatingwebhookconfigurations" not in resources(rendered.find_one("ClusterRole", "moejob-operator"))
 
 
 def test_an_issuer_that_is_there_is_used_and_none_is_made(helm: Helm) -> None:
     webhook = {"certificates": "CertManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
-    rendered = helm.rendered({"webhook": webhook})
-    assert rendered.one("Certificate")["spec"]["issuerRef"] == {"name": "ca", "kind": "ClusterIssuer"}
-    assert rendered.all("Issuer") == []
+    rendered = helm.render({"webhook": webhook})
+    assert rendered.find_one("Certificate")["spec"]["issuerRef"] == {"name": "ca", "kind": "ClusterIssuer"}
+    assert rendered.find_all("Issuer") == []
 
 
 @VALUES
 def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> None:
     """It would take back at every upgrade what the leader has written."""
-    rendered = helm.rendered(values)
-    for hooks in rendered.all("ValidatingWebhookConfiguration"):
+    rendered = helm.render(values)
+    for hooks in rendered.find_all("ValidatingWebhookConfiguration"):
         assert all("caBundle" not in hook["clientConfig"] for hook in hooks["webhooks"])
-    for kept in (*rendered.all("Secret"), *rendered.all("Lease")):
+    for kept in (*rendered.find_all("Secret"), *rendered.find_all("Lease")):
         assert not {"data", "stringData", "spec"} & kept.keys()
 
 
@@ -332,18 +336,18 @@ def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> 
 def test_a_job_that_no_replica_has_seen_is_refused_unless_asked_otherwise(
     helm: Helm, values: Values, policy: str, reviewed: tuple[str, list[str]]
 ) -> None:
-    rendered = helm.rendered(values)
-    [hook] = rendered.one("ValidatingWebhookConfiguration")["webhooks"]
+    rendered = helm.render(values)
+    [hook] = rendered.find_one("ValidatingWebhookConfiguration")["webhooks"]
     [term] = hook["namespaceSelector"]["matchExpressions"]
     assert hook["failurePolicy"] == policy
     assert (term["key"], term["operator"], term["values"]) == ("kubernetes.io/metadata.name", *reviewed)
-    [tried] = [word for word in rendered.one("Pod")["spec"]["containers"][0]["command"] if "--namespace=" in word]
+    [tried] = [word for word in rendered.find_one("Pod")["spec"]["containers"][0]["command"] if "--namespace=" in word]
     assert tried == f"--namespace={values.get('namespaces', ['default'])[0]}"
 
 
 @VALUES
 def test_all_that_only_the_test_may_do_goes_when_the_test_is_over(helm: Helm, values: Values) -> None:
-    hooks = [found for found in helm.rendered(values).objects if "test" in found["metadata"]["name"]]
+    hooks = [found for found in helm.render(values).objects if "test" in found["metadata"]["name"]]
     assert {"Pod", "Role", "RoleBinding", "ServiceAccount"} == {found["kind"] for found in hooks}
     for found in hooks:
         annotations = found["metadata"]["annotations"]
@@ -352,7 +356,7 @@ def test_all_that_only_the_test_may_do_goes_when_the_test_is_over(helm: Helm, va
             assert {"hook-succeeded", "hook-failed"} <= set(annotations["helm.sh/hook-delete-policy"].split(","))
 
 
-def _limits(rendered: Rendered, kind: str) -> Object:
+def _limits(rendered: RenderedChart, kind: str) -> Object:
     """The policy of the limits or its binding, beside those of the rules."""
-    [found] = [each for each in rendered.all(kind) if each["metadata"]["name"].endswith("-limits")]
+    [found] = [each for each in rendered.find_all(kind) if each["metadata"]["name"].endswith("-limits")]
     return found

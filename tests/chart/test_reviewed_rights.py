@@ -32,7 +32,7 @@ CASES: dict[str, Values] = {
 
 def rights(helm: Helm, values: Values) -> str:
     """Every right and who has it, in the order of the chart; labels of releases and versions are left out."""
-    found = [_reviewed(one) for one in helm.rendered(values).objects if one["kind"] in KINDS]
+    found = [_reviewed(one) for one in helm.render(values).objects if one["kind"] in KINDS]
     return yaml.safe_dump_all(found, sort_keys=False, width=120)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, Helm, Rendered, Values
+from charts import CHART, NAMESPACE, Helm, RenderedChart, Values
 from limit_cases import ALLOWED
 from moejob_api.contract.pods import MANAGED_BY, Label, PodPort
 from moejob_api.rules.limits import JobLimits
@@ -22,7 +22,7 @@ from moejob_operator.runtime import lifecycle
 from moejob_operator.runtime.leader_election import LeaseDurations
 from moejob_operator.runtime.settings import Settings
 
-Told = Callable[[Values], tuple[Settings, Rendered]]
+Told = Callable[[Values], tuple[Settings, RenderedChart]]
 PREFIX = "MOEJOB_OPERATOR_"
 # What the chart decides by values of its own, or that only a process by itself needs.
 DECIDED = {
@@ -55,8 +55,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> Told:
     """The settings of an operator that the chart starts."""
 
-    def settings(values: Values) -> tuple[Settings, Rendered]:
-        rendered = helm.rendered(values)
+    def settings(values: Values) -> tuple[Settings, RenderedChart]:
+        rendered = helm.render(values)
         unknown = {
             name for name in rendered.environment if name.removeprefix(PREFIX).lower() not in Settings.model_fields
         }
@@ -85,10 +85,10 @@ def test_jobs_get_a_network_policy_unless_the_chart_is_told_otherwise(told: Told
     assert settings.job_network_policy
     assert settings.job_metrics_from == (prometheus,)
     assert OPERATOR_LABELS.items() <= rendered.pod["metadata"]["labels"].items()
-    assert "networkpolicies" in str(rendered.all("ClusterRole"))
+    assert "networkpolicies" in str(rendered.find_all("ClusterRole"))
     settings, rendered = told({"networkPolicy": {"jobs": False}})
     assert not settings.job_network_policy
-    assert "networkpolicies" not in str(rendered.all("ClusterRole"))
+    assert "networkpolicies" not in str(rendered.find_all("ClusterRole"))
 
 
 @pytest.mark.parametrize("limits", [{}, {"secrets": []}, ALLOWED, {"reserved": []}], ids=["none", "one", "all", "open"])
@@ -165,13 +165,13 @@ def test_the_api_server_is_led_to_what_the_operator_serves(told: Told, values: V
     settings, rendered = told(values)
     ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
     assert ports == {"http": settings.http_port, "webhook": settings.webhook_port}
-    hooks = rendered.one("ValidatingWebhookConfiguration")
+    hooks = rendered.find_one("ValidatingWebhookConfiguration")
     assert hooks["metadata"]["name"] == settings.webhook_configuration
     [hook] = hooks["webhooks"]
     service = hook["clientConfig"]["service"]
     assert (hook["name"], service["path"]) == (review.HOOK, review.PATH)
     assert (service["name"], service["namespace"]) == (settings.webhook_service, NAMESPACE)
-    [port] = rendered.one("Service", settings.webhook_service)["spec"]["ports"]
+    [port] = rendered.find_one("Service", settings.webhook_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (service["port"], "webhook")
 
 
@@ -180,7 +180,7 @@ def test_rights_by_name_are_to_what_the_operator_uses(told: Told) -> None:
     named = {
         rule["resources"][0]: rule["resourceNames"]
         for kind in ("Role", "ClusterRole")
-        for role in rendered.all(kind)
+        for role in rendered.find_all(kind)
         if "helm.sh/hook" not in role["metadata"].get("annotations", {})
         for rule in role["rules"]
         if "resourceNames" in rule
@@ -190,13 +190,13 @@ def test_rights_by_name_are_to_what_the_operator_uses(told: Told) -> None:
         "secrets": [settings.webhook_secret],
         "validatingwebhookconfigurations": [settings.webhook_configuration],
     }
-    assert rendered.one("Secret")["metadata"]["name"] == settings.webhook_secret
-    assert rendered.one("Lease")["metadata"]["name"] == settings.lease_name
+    assert rendered.find_one("Secret")["metadata"]["name"] == settings.webhook_secret
+    assert rendered.find_one("Lease")["metadata"]["name"] == settings.lease_name
 
 
 def test_a_certificate_of_cert_manager_is_for_the_names_the_operator_goes_by(told: Told) -> None:
     settings, rendered = told({"webhook": {"certificates": "CertManager"}})
-    spec = rendered.one("Certificate")["spec"]
+    spec = rendered.find_one("Certificate")["spec"]
     assert spec["dnsNames"] == list(service_hosts(settings.webhook_service, NAMESPACE))
     assert spec["secretName"] == settings.webhook_secret
 
@@ -207,12 +207,12 @@ def test_probes_and_metrics_ask_the_port_that_answers(told: Told) -> None:
     asked = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {get["port"] for get in asked.values()} == {"http"}
     assert [get["path"] for get in asked.values()] == ["/healthz", "/healthz", "/readyz"]
-    [port] = rendered.one("Service", "moejob-operator")["spec"]["ports"]
+    [port] = rendered.find_one("Service", "moejob-operator")["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (settings.http_port, "http")
 
 
 def test_the_operator_may_reach_the_pods_of_jobs(helm: Helm) -> None:
-    policy = helm.rendered({"networkPolicy": {"egress": True}}).one("NetworkPolicy")
+    policy = helm.render({"networkPolicy": {"egress": True}}).find_one("NetworkPolicy")
     [rule] = [rule for rule in policy["spec"]["egress"] if "to" in rule]
     assert rule["ports"] == [{"port": PodPort.PROGRESS, "protocol": "TCP"}]
     assert rule["to"][0]["podSelector"]["matchLabels"] == {Label.MANAGED_BY: MANAGED_BY}

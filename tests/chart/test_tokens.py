@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, Helm, Object, Rendered
+from charts import CHART, NAMESPACE, Helm, Object, RenderedChart
 
 PAGE = CHART.parents[1] / "docs" / "operator.md"
 PODS = CHART.parents[1] / "tests" / "operator" / "golden"
@@ -38,26 +38,26 @@ class Chart:
     """The chart with each set of values that the table knows."""
 
     def __init__(self, helm: Helm) -> None:
-        self.everywhere, self.somewhere = helm.rendered(), helm.rendered(SOME)
-        self.watched = helm.rendered({"networkPolicy": {"metricsFrom": [PROMETHEUS]}})
+        self.everywhere, self.somewhere = helm.render(), helm.render(SOME)
+        self.watched = helm.render({"networkPolicy": {"metricsFrom": [PROMETHEUS]}})
 
 
-def rights(rendered: Rendered, account: str) -> set[Right]:
+def rights(rendered: RenderedChart, account: str) -> set[Right]:
     """All rights that bindings give an account."""
     return {right for binding in bindings(rendered, account) for right in bound(rendered, binding)}
 
 
-def bindings(rendered: Rendered, account: str) -> Iterator[Object]:
+def bindings(rendered: RenderedChart, account: str) -> Iterator[Object]:
     for kind in ("RoleBinding", "ClusterRoleBinding"):
-        yield from (one for one in rendered.all(kind) if account in {who["name"] for who in one["subjects"]})
+        yield from (one for one in rendered.find_all(kind) if account in {who["name"] for who in one["subjects"]})
 
 
-def bound(rendered: Rendered, binding: Object) -> Iterator[Right]:
+def bound(rendered: RenderedChart, binding: Object) -> Iterator[Right]:
     about = binding["roleRef"]
     namespace = binding["metadata"].get("namespace")
     [role] = [
         one
-        for one in rendered.all(about["kind"])
+        for one in rendered.find_all(about["kind"])
         if one["metadata"]["name"] == about["name"]
         and (about["kind"] == "ClusterRole" or one["metadata"]["namespace"] == namespace)
     ]
@@ -82,7 +82,7 @@ def operators(chart: Chart) -> set[Right]:
 
 def user_role(chart: Chart, name: str) -> Object:
     """A role that the cluster adds to its own of this name."""
-    role = chart.everywhere.one("ClusterRole", f"moejob-{name}")
+    role = chart.everywhere.find_one("ClusterRole", f"moejob-{name}")
     assert role["metadata"]["labels"][f"rbac.authorization.k8s.io/aggregate-to-{name}"] == "true"
     return role
 
@@ -103,7 +103,7 @@ def deletes_and_writes_status(chart: Chart) -> bool:
 def patches_its_webhook_where_it_serves_all(chart: Chart) -> bool:
     named = {(right.verb, right.name) for right in operators(chart) if right.resource == WEBHOOKS}
     elsewhere = {right.resource for right in rights(chart.somewhere, ACCOUNT)}
-    [configuration] = chart.everywhere.all("ValidatingWebhookConfiguration")
+    [configuration] = chart.everywhere.find_all("ValidatingWebhookConfiguration")
     return named == {(verb, configuration["metadata"]["name"]) for verb in ("get", "patch")} and (
         WEBHOOKS not in elsewhere
     )
@@ -143,7 +143,7 @@ def views_alone(chart: Chart) -> bool:
 
 
 def alone_writes_status(chart: Chart) -> bool:
-    roles = [*chart.everywhere.all("ClusterRole"), *chart.everywhere.all("Role")]
+    roles = [*chart.everywhere.find_all("ClusterRole"), *chart.everywhere.find_all("Role")]
     writers = {
         role["metadata"]["name"]
         for role in roles
@@ -160,7 +160,7 @@ def pods_get_no_token(_: Chart) -> bool:
 
 
 def tests_create_jobs_and_read_the_lease(chart: Chart) -> bool:
-    roles = [role for role in chart.everywhere.all("Role") if role["metadata"]["name"].startswith(TEST_ACCOUNT)]
+    roles = [role for role in chart.everywhere.find_all("Role") if role["metadata"]["name"].startswith(TEST_ACCOUNT)]
     policies = {role["metadata"]["annotations"]["helm.sh/hook-delete-policy"] for role in roles}
     return rights(chart.everywhere, TEST_ACCOUNT) == {
         Right("default", JOBS, "create"),
@@ -170,7 +170,7 @@ def tests_create_jobs_and_read_the_lease(chart: Chart) -> bool:
 
 def metrics_are_for_those_that_are_named(chart: Chart) -> bool:
     """All may connect where none is named; else they and the pod of `helm test`."""
-    test = {"podSelector": {"matchLabels": chart.everywhere.one("Pod")["metadata"]["labels"]}}
+    test = {"podSelector": {"matchLabels": chart.everywhere.find_one("Pod")["metadata"]["labels"]}}
     return "from" not in metrics_rule(chart.everywhere) and [
         peer for peer in metrics_rule(chart.watched)["from"] if not is_selected(peer, test)
     ] == [PROMETHEUS]
@@ -181,8 +181,8 @@ def is_selected(peer: Object, pod: Object) -> bool:
     return "namespaceSelector" not in peer and wanted <= labels
 
 
-def metrics_rule(rendered: Rendered) -> Object:
-    rules = rendered.one("NetworkPolicy")["spec"]["ingress"]
+def metrics_rule(rendered: RenderedChart) -> Object:
+    rules = rendered.find_one("NetworkPolicy")["spec"]["ingress"]
     [rule] = [one for one in rules if {"http"} == {port["port"] for port in one["ports"]}]
     found: Object = rule
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from builders import merged
+from builders import merge_sections
 
 STAND_IN = Path(__file__).parent / "stand_in"
 LONGEST_SECONDS = 300.0
@@ -62,7 +62,7 @@ class Run:
         return self.folder / "run"
 
     def start(self, *pods: list[list[Act]], **environment: str) -> None:
-        job = merged(JOB, {"spec": self.sections})
+        job = merge_sections(JOB, {"spec": self.sections})
         file = self.folder / "job.yaml"
         file.write_text(json.dumps(job))
         variables = {

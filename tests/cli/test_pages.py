@@ -15,8 +15,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from builders import merged
-from documented import Typed, mentioned, typed, typed_into_shell
+from builders import merge_sections
+from documented import TypedCommand, mentioned_commands, run_in_shell, typed_commands
 from image_builds.recipes import ROOT
 from moejob_api.documents.reading import read_job
 from moejob_cli.app import app
@@ -63,7 +63,7 @@ def settings() -> list[Any]:
         if "limits" in shown:
             continue
         if "kind" not in shown:
-            shown = merged(JOB, {"spec": merged(GRPO if "grpo" in shown else SFT, shown)})
+            shown = merge_sections(JOB, {"spec": merge_sections(GRPO if "grpo" in shown else SFT, shown)})
         if shown["kind"] == "MoETrainingJob":
             found.append(pytest.param(yaml.safe_dump(shown), id=f"{page}: {text.splitlines()[0]} {len(found)}"))
     return found
@@ -75,8 +75,10 @@ def test_settings_that_are_shown_are_accepted(text: str) -> None:
     assert validation.is_accepted, validation.problems
 
 
-@pytest.mark.parametrize("one", typed("moejob "), ids=str)
-def test_a_command_that_is_shown_can_be_typed(one: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one", typed_commands("moejob "), ids=str)
+def test_a_command_that_is_shown_can_be_typed(
+    one: TypedCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, name, *words = shlex.split(one.command)
     # Files of the reader's own.
     monkeypatch.chdir(tmp_path)
@@ -85,19 +87,19 @@ def test_a_command_that_is_shown_can_be_typed(one: Typed, tmp_path: Path, monkey
     get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("one", typed("moejob plan", "moejob validate"), ids=str)
-def test_a_plan_that_is_shown_is_made(one: Typed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("one", typed_commands("moejob plan", "moejob validate"), ids=str)
+def test_a_plan_that_is_shown_is_made(one: TypedCommand, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "job.yaml").symlink_to(ROOT / "examples" / "qwen3-30b-sft-8gpu.yaml")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ran = typed_into_shell(one.command, tmp_path, {"PATH": path, "HF_HUB_OFFLINE": "1"})
+    ran = run_in_shell(one.command, tmp_path, {"PATH": path, "HF_HUB_OFFLINE": "1"})
     # Other GPUs than the job's are refused, with the layouts that work on them.
     is_refused = "--gpus" in one.command and "--auto" not in one.command
     assert ran.returncode == is_refused, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("one", mentioned("moejob "), ids=str)
-def test_a_command_within_the_text_has_the_options_that_there_are(one: Typed) -> None:
+@pytest.mark.parametrize("one", mentioned_commands("moejob "), ids=str)
+def test_a_command_within_the_text_has_the_options_that_there_are(one: TypedCommand) -> None:
     _, name, *words = shlex.split(one.command)
     group: Any = get_command(app)
     found = group if name.startswith("-") else group.commands[name]
@@ -112,12 +114,14 @@ def test_a_make_target_that_a_message_names_is_there() -> None:
     assert [target for target in named if f"\n{target}:" not in (ROOT / "Makefile").read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.parametrize("one", [*typed("make "), *mentioned("make ")], ids=str)
-def test_a_make_target_that_is_shown_is_there(one: Typed) -> None:
+@pytest.mark.parametrize("one", [*typed_commands("make "), *mentioned_commands("make ")], ids=str)
+def test_a_make_target_that_is_shown_is_there(one: TypedCommand) -> None:
     assert f"\n{shlex.split(one.command)[1]}:" in (ROOT / "Makefile").read_text()
 
 
 def test_every_file_that_a_command_names_is_there() -> None:
-    words = [word for one in typed() for word in one.command.split() if word.startswith(("examples/", "charts/"))]
+    words = [
+        word for one in typed_commands() for word in one.command.split() if word.startswith(("examples/", "charts/"))
+    ]
     assert words
     assert [word for word in words if not any(ROOT.glob(word))] == []

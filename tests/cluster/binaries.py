@@ -144,7 +144,7 @@ PROGRAMS: Mapping[str, Program] = {
 _OF_A_CLUSTER = tuple(name for name, program in PROGRAMS.items() if program.tool not in (KUBE_ROUTER, PEERS))
 
 
-def found_or_built(names: Iterable[str], report: Report) -> dict[str, Path]:
+def find_or_build(names: Iterable[str], report: Report) -> dict[str, Path]:
     """Return where each program is. Builds those that are nowhere, and names all that cannot be built."""
     found = {name: _found(name) for name in names}
     absent = [name for name, path in found.items() if path is None]
@@ -276,7 +276,7 @@ def main(names: list[str]) -> int:
         report(f"no such program: {', '.join(unknown)}; known are {', '.join(PROGRAMS)}")
         return 2
     try:
-        for path in found_or_built(names or _OF_A_CLUSTER, report).values():
+        for path in find_or_build(names or _OF_A_CLUSTER, report).values():
             report(str(path))
     except (MissingProgramError, BuildError) as problem:
         report(str(problem))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.binaries import MissingProgramError, found_or_built
+from cluster.binaries import MissingProgramError, find_or_build
 from cluster.control_plane.plane import PROGRAMS, ControlPlane
 from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.waiting import until
@@ -25,7 +25,7 @@ def programs(request: pytest.FixtureRequest) -> Mapping[str, Path]:
     capturing = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with capturing.global_and_fixture_disabled():
-            return found_or_built(PROGRAMS, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+            return find_or_build(PROGRAMS, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
     except MissingProgramError as missing:
         pytest.skip(str(missing))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.binaries import ETCD, KUBERNETES, BuildError, MissingProgramError, found_or_built
+from cluster.binaries import ETCD, KUBERNETES, BuildError, MissingProgramError, find_or_build
 
 PINNED = KUBERNETES.version
 BUILT = Path("cluster") / f"kubernetes-{PINNED}" / "kube-scheduler"
@@ -46,7 +46,7 @@ def scheduler(path: Path, version: str) -> Path:
 
 def found(report: list[str] | None = None) -> Path:
     said: list[str] = [] if report is None else report
-    return found_or_built(["kube-scheduler"], said.append)["kube-scheduler"]
+    return find_or_build(["kube-scheduler"], said.append)["kube-scheduler"]
 
 
 @pytest.mark.parametrize("folder", ["assets", "bin"])
@@ -81,7 +81,7 @@ def test_without_go_all_that_is_missing_is_named(machine: Path) -> None:
     scheduler(machine / "bin", str(PINNED))
     said = f"etcd {ETCD.version}, kubectl {PINNED}: not in .* nor to be built: there is no go in"
     with pytest.raises(MissingProgramError, match=said):
-        found_or_built(["etcd", "kube-scheduler", "kubectl"], print)
+        find_or_build(["etcd", "kube-scheduler", "kubectl"], print)
 
 
 def test_a_go_that_is_too_old_says_so(machine: Path) -> None:

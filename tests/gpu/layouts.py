@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "trainer" / "src"), str(ROOT / "crds" / "src"), str(R
 import torch  # noqa: E402 the trainer may lie there unpacked
 import torch.distributed as dist  # noqa: E402
 
-from gpu.training import SEED, STEPS, global_batches, job, loss  # noqa: E402
+from gpu.training import SEED, STEPS, global_batches, loss, make_job  # noqa: E402
 from moejob_api.layout.sizes import derive_layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.megatron.stages import build_stages  # noqa: E402
@@ -38,7 +38,7 @@ def main(
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     model = read_architecture(dict(catalog.find_config("moejob/tiny-moe") or {}))
-    spec = job("bfloat16" if precision else "float32", "cuda", parallelism, memory, moe, precision)
+    spec = make_job("bfloat16" if precision else "float32", "cuda", parallelism, memory, moe, precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = build_stages(model, spec, layout, groups, device)

@@ -21,7 +21,7 @@ import torch  # noqa: E402 the trainer may lie there unpacked
 import torch.distributed as dist  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
-from gpu.training import job  # noqa: E402
+from gpu.training import make_job  # noqa: E402
 from moejob_api.layout.sizes import derive_layout as layout_of  # noqa: E402
 from moejob_api.problems import InvalidSpec  # noqa: E402
 from moejob_trainer.conversion.families import build_tensor_table  # noqa: E402
@@ -55,17 +55,21 @@ def main(dtype: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29650 + len(dtype)))
     dist.init_process_group("nccl")
     with tempfile.TemporaryDirectory() as folder:
-        published(getattr(torch, dtype)).save_pretrained(folder)
+        make_published_model(getattr(torch, dtype)).save_pretrained(folder)
         model = read_architecture(json.loads(Path(folder, "config.json").read_text()))
         mistaken = replace(model, rotary=replace(model.rotary, theta=1e4))
         started = time.monotonic()
-        right = said(Path(folder), model, dtype)
-        told = {"right": right, "seconds": time.monotonic() - started, "mistaken": said(Path(folder), mistaken, dtype)}
+        right = check_import(Path(folder), model, dtype)
+        told = {
+            "right": right,
+            "seconds": time.monotonic() - started,
+            "mistaken": check_import(Path(folder), mistaken, dtype),
+        }
     print(json.dumps(told))  # noqa: T201
     dist.destroy_process_group()
 
 
-def published(dtype: torch.dtype) -> PreTrainedModel:
+def make_published_model(dtype: torch.dtype) -> PreTrainedModel:
     """A model as wide as those that people train, with norms that are not one."""
     torch.manual_seed(3)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=dtype)
@@ -76,9 +80,9 @@ def published(dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def said(folder: Path, model: Architecture, dtype: str) -> str:
+def check_import(folder: Path, model: Architecture, dtype: str) -> str:
     """Return what the check says; nothing if all is well."""
-    spec, device = job(dtype, "cuda"), torch.device("cuda")
+    spec, device = make_job(dtype, "cuda"), torch.device("cuda")
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = build_stages(model, spec, layout, groups, device)

@@ -35,7 +35,7 @@ LONGEST_SECONDS = 300.0
 _STARTED = re.compile(r"ranks started ranks=\[0[^\]]*\] pids=\[(\d+)")
 
 
-def job(folder: Path, gpus: int, **training: object) -> Path:
+def write_job(folder: Path, gpus: int, **training: object) -> Path:
     """The example for laptops, on GPUs."""
     made = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
     spec = made["spec"]
@@ -74,7 +74,7 @@ def losses(run: Path) -> dict[int, float]:
     [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))],
 )
 def test_a_rank_killed_on_a_gpu_starts_again_in_place_and_changes_no_loss(tmp_path: Path, gpus: int) -> None:
-    file = job(tmp_path, gpus)
+    file = write_job(tmp_path, gpus)
     ended(started(file, tmp_path / "calm"))
     process = started(file, tmp_path / "killed")
     until = time.monotonic() + LONGEST_SECONDS
@@ -94,7 +94,7 @@ def test_a_rank_killed_on_a_gpu_starts_again_in_place_and_changes_no_loss(tmp_pa
 
 def test_an_export_from_a_gpu_is_loaded_by_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ended(started(job(tmp_path, 1), tmp_path / "run"))
+    ended(started(write_job(tmp_path, 1), tmp_path / "run"))
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "export", output_loading_info=True
     )
@@ -104,7 +104,7 @@ def test_an_export_from_a_gpu_is_loaded_by_transformers(tmp_path: Path) -> None:
 
 
 def test_a_deterministic_run_on_a_gpu_computes_the_same_bits_again(tmp_path: Path) -> None:
-    file = job(tmp_path, 1, deterministic=True, profile={"memory": True})
+    file = write_job(tmp_path, 1, deterministic=True, profile={"memory": True})
     for name in ("once", "again"):
         ended(started(file, tmp_path / name))
     once, again = tmp_path / "once", tmp_path / "again"

@@ -48,7 +48,7 @@ def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mappi
     if device == "cpu":
         use_cpu()
     model = read_architecture(dict(catalog.find_config("moejob/tiny-moe") or {}))
-    spec = job(dtype, device, memory=memory, precision=precision)
+    spec = make_job(dtype, device, memory=memory, precision=precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = build_stages(model, spec, layout, groups, torch.device(device))
@@ -94,7 +94,7 @@ def global_batches(step: int, spec: Spec) -> list[list[MicroBatch]]:
     return build_global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))
 
 
-def job(
+def make_job(
     dtype: str,
     device: str,
     parallelism: Mapping[str, object] | None = None,

@@ -47,7 +47,7 @@ def looked_at(spec: dict[str, Any], status: dict[str, Any] | None) -> World:
     world.validator = Validator(small)
     world.apply_spec(spec)
     if status is not None:
-        world.cluster.change(world.job | {"status": status})
+        world.cluster.store_changed(world.job | {"status": status})
     for _ in range(3):
         world.reconcile()
         if world.is_gone:
@@ -81,7 +81,7 @@ def test_a_large_gang_is_created_in_several_looks_so_that_other_jobs_need_not_wa
     counts = []
     for _ in range(3):
         again = world.reconcile()
-        counts.append((len(world.names()), again))
+        counts.append((len(world.pod_names()), again))
     # The Service, the claim and the Secret are made in the first look.
     assert counts == [(CREATED_AT_ONCE - 3, 0.0), (2 * CREATED_AT_ONCE - 3, 0.0), (1200, None)]
     assert world.condition(ConditionType.PODS_CREATED) == "True AllPodsExist"
@@ -91,5 +91,5 @@ def test_a_job_of_more_pods_than_can_be_looked_after_is_refused() -> None:
     world = World()
     world.apply(parallelism={"data": 65_536}, training={"globalBatchSize": 65_536})
     world.settle()
-    assert world.names() == []
+    assert world.pod_names() == []
     assert f"the job needs 65536 pods, of which {MOST_PODS} at most" in world.message(ConditionType.ACCEPTED)

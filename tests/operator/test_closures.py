@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from closures import OWN, ROOT, pins
+from closures import OWN, ROOT, read_pins
 
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
 ENVIRONMENTS = ("operator", "trainer", "rollout", "trainer-gpu")
@@ -31,12 +31,14 @@ def test_a_closure_holds_pins_and_hashes_and_no_address(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_tools_change_no_closure(name: str) -> None:
-    closure = pins(name)
-    assert {tool: version for tool, version in pins("tools").items() if closure.get(tool, version) != version} == {}
+    closure = read_pins(name)
+    assert {
+        tool: version for tool, version in read_pins("tools").items() if closure.get(tool, version) != version
+    } == {}
 
 
 def test_the_gpu_closure_is_the_trainer_closure_and_more() -> None:
-    assert pins("trainer").items() < pins("trainer-gpu").items()
+    assert read_pins("trainer").items() < read_pins("trainer-gpu").items()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_the_gpu_closure_is_the_trainer_closure_and_more() -> None:
     ],
 )
 def test_a_closure_satisfies_the_package_that_runs_in_it(project: str, extra: str | None, closure: str) -> None:
-    held = pins(closure)
+    held = read_pins(closure)
     bounds = asked(project, extra)
     assert {
         name: (str(bound), held.get(name)) for name, bound in bounds.items() if held.get(name, "") not in bound

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from closures import import_errors, modules, strays, wrong_versions
+from closures import find_modules, find_strays, import_errors, wrong_versions
 
-MODULES = modules("operator")
+MODULES = find_modules("operator")
 NAMES = [module for tops in MODULES.values() for module in tops]
 
 
@@ -29,4 +29,4 @@ def test_versions_are_the_pinned_ones() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    assert strays("operator") == set()
+    assert find_strays("operator") == set()

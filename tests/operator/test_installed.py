@@ -11,16 +11,18 @@ import pytest
 from moejob_api.problems import Rule
 from moejob_operator.admission.review import validate_raw_job
 from moejob_operator.installed import Installation, installation_checks, lasting_problem
-from stand_in_api import Answer, StandIn, refused, stand_in, stored
+from stand_in_api import Answer, StandInServer, refusal_answer, serve_stand_in, stored_object
 
 READY, LEASE = "GET /readyz", "GET /apis/coordination.k8s.io/v1/namespaces/home/leases/moejob-operator"
 JOBS = "POST /apis/moejob.dev/v1alpha1/namespaces/team/moetrainingjobs"
 ACCEPTED: Answer = (201, {"kind": "PartialObjectMetadata"})
-DENIED = refused(403, "Forbidden", 'admission webhook "validate.moejob.dev" denied the request: tensor 3 does not')
+DENIED = refusal_answer(
+    403, "Forbidden", 'admission webhook "validate.moejob.dev" denied the request: tensor 3 does not'
+)
 
 
 def lease(version: int, holder: str = "replica-1") -> Answer:
-    return 200, stored("Lease", "moejob-operator", version, spec={"holderIdentity": holder})
+    return 200, stored_object("Lease", "moejob-operator", version, spec={"holderIdentity": holder})
 
 
 WELL: Mapping[str, tuple[Answer, ...]] = {
@@ -30,13 +32,13 @@ WELL: Mapping[str, tuple[Answer, ...]] = {
 }
 
 
-def found(answers: Mapping[str, tuple[Answer, ...]], *, webhook: bool = True) -> tuple[dict[str, str], StandIn]:
+def found(answers: Mapping[str, tuple[Answer, ...]], *, webhook: bool = True) -> tuple[dict[str, str], StandInServer]:
     """Return what is wrong, by what should be so, and what was asked."""
 
-    async def story() -> tuple[dict[str, str], StandIn]:
-        async with stand_in() as (server, api), aiohttp.ClientSession() as http:
+    async def story() -> tuple[dict[str, str], StandInServer]:
+        async with serve_stand_in() as (server, api), aiohttp.ClientSession() as http:
             for asked, said in {**WELL, **answers}.items():
-                server.say(asked, *said)
+                server.set_answers(asked, *said)
             installation = Installation(url=server.url, namespace="team", own_namespace="home", webhook=webhook)
             until = asyncio.get_running_loop().time() + 1.5
             made = {
@@ -51,7 +53,7 @@ def found(answers: Mapping[str, tuple[Answer, ...]], *, webhook: bool = True) ->
 def test_of_an_installation_that_works_nothing_is_wrong_and_nothing_is_kept() -> None:
     problems, server = found({})
     assert problems == {}
-    tried = [asked for asked in server.asked if asked.method != "GET"]
+    tried = [asked for asked in server.requests if asked.method != "GET"]
     assert [asked.query["dryRun"] for asked in tried] == ["All", "All"]
     right, wrong = (validate_raw_job(asked.body) for asked in tried)
     assert (right.problems, right.warnings) == ((), ())
@@ -64,15 +66,21 @@ def test_of_an_installation_that_works_nothing_is_wrong_and_nothing_is_kept() ->
         pytest.param(
             {READY: ((503, "webhook: no certificate\n"),)}, "is ready", "webhook: no certificate", id="not ready"
         ),
-        pytest.param({LEASE: (refused(404, "NotFound"),)}, "leads", "nobody holds the Lease", id="no Lease"),
+        pytest.param({LEASE: (refusal_answer(404, "NotFound"),)}, "leads", "nobody holds the Lease", id="no Lease"),
         pytest.param({LEASE: (lease(1, ""),)}, "leads", "nobody holds the Lease", id="a Lease that was given up"),
         pytest.param({LEASE: (lease(1),)}, "leads", "replica-1 holds", id="a leader that died"),
         pytest.param(
-            {JOBS: (refused(404, "NotFound", "no such kind"),)}, "is accepted", "no such kind", id="no definition"
+            {JOBS: (refusal_answer(404, "NotFound", "no such kind"),)},
+            "is accepted",
+            "no such kind",
+            id="no definition",
         ),
         pytest.param({JOBS: (ACCEPTED,)}, "is denied", "it was accepted", id="a webhook that is not reached"),
         pytest.param(
-            {JOBS: (ACCEPTED, refused(403, "Forbidden", "user cannot create"))}, "denied", "user cannot", id="no right"
+            {JOBS: (ACCEPTED, refusal_answer(403, "Forbidden", "user cannot create"))},
+            "denied",
+            "user cannot",
+            id="no right",
         ),
     ],
 )
@@ -93,7 +101,7 @@ def test_without_a_webhook_no_denial_is_asked_for() -> None:
 
 def test_an_operator_that_does_not_answer_is_not_ready() -> None:
     async def story() -> str | None:
-        async with stand_in() as (_, api), aiohttp.ClientSession() as http:
+        async with serve_stand_in() as (_, api), aiohttp.ClientSession() as http:
             nobody = Installation(url="http://127.0.0.1:1", namespace="team", own_namespace="home")
             return await lasting_problem(installation_checks(nobody, api, http)[0], asyncio.get_running_loop().time())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from limit_cases import ALLOWED, BEYOND, Limited
+from limit_cases import ALLOWED, BEYOND, LimitCase
 from moejob_api.job.status import ConditionType, Phase
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.validation import Validator, validate_spec
@@ -25,7 +25,7 @@ def limited(limits: JobLimits, **sections: Any) -> World:
 
 
 @pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.id)
-def test_a_job_beyond_a_limit_that_went_past_the_webhook_has_nothing_created(case: Limited) -> None:
+def test_a_job_beyond_a_limit_that_went_past_the_webhook_has_nothing_created(case: LimitCase) -> None:
     world = limited(LIMITS, **case.sections)
     assert world.condition(ConditionType.ACCEPTED) == "False Limit"
     assert case.says in world.message(ConditionType.ACCEPTED)
@@ -39,7 +39,7 @@ def test_a_limit_that_comes_later_stops_no_job() -> None:
     world.validator = Validator(partial(validate_spec, limits=LIMITS))
     world.settle()
     assert world.status.phase is Phase.RUNNING
-    assert world.names() == ["0-0", "0-1"]
+    assert world.pod_names() == ["0-0", "0-1"]
 
 
 def test_an_operator_without_limits_refuses_reserved_keys() -> None:

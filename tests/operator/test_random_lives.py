@@ -13,14 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_cluster import Body, FakeCluster, unavailable
+from fake_cluster import Body, FakeCluster, unavailable_error
 from fake_world import World
 from moejob_api.contract.pods import ExitCode, Label, PodOutcome, PodRole, TerminationMessage
 from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Kind, ObjectReference
 from moejob_operator.cluster import Raw, Retryable
 from moejob_operator.observed.jobs import read_status
-from scenarios import GRPO, assert_all_time_is_told
+from scenarios import GRPO, assert_all_time_is_counted
 
 LONG_SECONDS = 400.0
 COUNTED = (1, 137)
@@ -48,7 +48,7 @@ class WatchedCluster(FakeCluster):
     async def write_status(self, job: Raw, status: Raw) -> None:
         if self.interloper:
             self.interloper = False
-            self.change(self._job)
+            self.store_changed(self._job)
         before = self._status
         await super().write_status(job, status)
         self._judge(before, self._status)
@@ -78,7 +78,7 @@ class WatchedCluster(FakeCluster):
         self.charges += max(0, charged)
         assert self.charges <= self.counted_ends, "more was charged than has failed"
         assert after.attempt >= before.attempt
-        assert_all_time_is_told(after)
+        assert_all_time_is_counted(after)
         assert after.restarts.total >= before.restarts.total
         if before.phase is not None and before.phase.is_finished:
             assert after.phase is before.phase, "a finished job came back"
@@ -135,7 +135,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(calls=st.integers(1, 3))
     def the_api_server_will_not_answer(self, calls: int) -> None:
-        self.cluster.faults = [unavailable() for _ in range(calls)]
+        self.cluster.faults = [unavailable_error() for _ in range(calls)]
 
     @rule()
     def somebody_will_touch_the_job(self) -> None:
@@ -159,7 +159,7 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def somebody_deletes_a_pod(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([pod["metadata"]["name"] for pod in self.pods()]))
-        self.cluster.end((Kind.POD, "team", name))
+        self.cluster.delete_object((Kind.POD, "team", name))
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -174,31 +174,33 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(data=st.data(), code=st.sampled_from([0, 1, 137, 143, 143, ExitCode.BAD_CONFIGURATION.value]))
     def a_pod_ends(self, data: st.DataObject, code: int) -> None:
-        self.world.end(data.draw(st.sampled_from(self.running())), code)
+        self.world.end_pod(data.draw(st.sampled_from(self.running())), code)
         self.cluster.counted_ends += code in COUNTED
         self.was_final = self.was_final or code == ExitCode.BAD_CONFIGURATION
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def a_pod_loses_its_peers(self, data: st.DataObject) -> None:
-        self.world.end(data.draw(st.sampled_from(self.running())), 1, TerminationMessage(outcome=PodOutcome.LOST_PEERS))
+        self.world.end_pod(
+            data.draw(st.sampled_from(self.running())), 1, TerminationMessage(outcome=PodOutcome.LOST_PEERS)
+        )
         self.cluster.counted_ends += 1
 
     @precondition(lambda self: self.running())
     @rule()
     def the_run_is_done(self) -> None:
         for index in self.running():
-            self.world.end(index, 0)
+            self.world.end_pod(index, 0)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def a_pod_is_evicted(self, data: st.DataObject) -> None:
-        self.world.evict(data.draw(st.sampled_from(self.running())))
+        self.world.evict_pod(data.draw(st.sampled_from(self.running())))
 
     @precondition(lambda self: self.running(PodRole.ROLLOUT))
     @rule(data=st.data())
     def an_engine_is_evicted(self, data: st.DataObject) -> None:
-        self.world.evict(data.draw(st.sampled_from(self.running(PodRole.ROLLOUT))), PodRole.ROLLOUT)
+        self.world.evict_pod(data.draw(st.sampled_from(self.running(PodRole.ROLLOUT))), PodRole.ROLLOUT)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
@@ -213,12 +215,12 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(step=st.integers(1, 90), saved=st.none() | st.integers(1, 90))
     def the_run_moves(self, step: int, saved: int | None) -> None:
-        self.world.say(step, saved=saved)
+        self.world.report_progress(step, saved=saved)
 
     @precondition(lambda self: self.running())
     @rule(step=st.integers(1, 90), restarts=st.integers(1, 3))
     def ranks_are_restarted_in_their_pods(self, step: int, restarts: int) -> None:
-        self.world.say(step, restarts=restarts)
+        self.world.report_progress(step, restarts=restarts)
         self.cluster.counted_ends += 1
 
     # --- what always holds -------------------------------------------------------------------------------------------
@@ -254,10 +256,10 @@ class Lives(RuleBasedStateMachine):
         layout = self.world.status.layout
         assert layout is not None
         attempt = self.world.status.attempt
-        assert self.world.names() == [f"{attempt}-{index}" for index in range(layout.nodes)]
+        assert self.world.pod_names() == [f"{attempt}-{index}" for index in range(layout.nodes)]
         self.world.run()
         assert self._settled_phase() is Phase.RUNNING
-        self.world.end_all(0)
+        self.world.end_all_pods(0)
         assert self._settled_phase() is Phase.SUCCEEDED
 
     def _settled_phase(self) -> Phase | None:

@@ -10,7 +10,7 @@ from fake_world import World
 from moejob_api.contract.pods import ExitCode, PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.children.gangs import GangApi
-from scenarios import SCENARIOS, Scenario, live
+from scenarios import SCENARIOS, Scenario, play_scenario
 
 EVERY = pytest.mark.parametrize("scenario", [pytest.param(found, id=found.id) for found in SCENARIOS])
 
@@ -19,7 +19,7 @@ def lived(scenario: Scenario, crash_at: int | None = None) -> World:
     """The world after a whole story, with everything seen that was to be seen."""
     world = World(gang_apis=frozenset(GangApi(api) for api in scenario.apis))
     world.cluster.crash_at = crash_at
-    return live(scenario, world)
+    return play_scenario(scenario, world)
 
 
 @EVERY
@@ -50,16 +50,16 @@ def test_what_pods_saved_while_they_were_stopped_is_told() -> None:
     """No story of the table: an operator that crashes just then does not hear it."""
     world = World()
     world.apply()
-    for happens in (world.run, partial(world.say, 6), partial(world.set_lifecycle, suspend=True)):
+    for happens in (world.run, partial(world.report_progress, 6), partial(world.set_lifecycle, suspend=True)):
         world.settle()
         happens()
     # One look writes the next attempt, another asks the pods to end; they save before they do.
     world.reconcile()
     world.reconcile()
     run = RunProgress(step=7, last_checkpoint_step=7)
-    world.end_all(ExitCode.SAVED_AND_STOPPED, TerminationMessage(outcome=PodOutcome.PREEMPTED, run=run))
+    world.end_all_pods(ExitCode.SAVED_AND_STOPPED, TerminationMessage(outcome=PodOutcome.PREEMPTED, run=run))
     world.settle()
-    assert (world.status.phase, world.names()) == (Phase.SUSPENDED, [])
+    assert (world.status.phase, world.pod_names()) == (Phase.SUSPENDED, [])
     assert world.message(ConditionType.CHECKPOINTED) == "step 7 is saved"
     assert world.status.progress is not None
     assert world.status.progress.step == 7

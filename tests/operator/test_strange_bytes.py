@@ -18,7 +18,7 @@ from aiohttp import web
 
 from builders import SFT
 from connections import SentConnection
-from fuzzing import GROWTH_MIB, damaged, drawn
+from fuzzing import GROWTH_MIB, damage_sample, random_sources
 from moejob_api.contract.pods import (
     TERMINATION_BYTES,
     PodOutcome,
@@ -66,7 +66,7 @@ def as_json(model: PodProgress | TerminationMessage) -> bytes:
 
 
 def test_what_takes_too_much_memory_fails() -> None:
-    draws = drawn()
+    draws = random_sources()
     next(draws)
     # Free again at once.
     assert b"\1" * (2 * GROWTH_MIB * 2**20)
@@ -80,9 +80,9 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
 
     async def story() -> int:
         count = 0
-        for draw in drawn():
+        for draw in random_sources():
             reader = asyncio.StreamReader(limit=HEAD_BYTES)
-            reader.feed_data(damaged(draw, answers) * draw.choice((1, 1, 1, 100)))
+            reader.feed_data(damage_sample(draw, answers) * draw.choice((1, 1, 1, 100)))
             reader.feed_eof()
             try:
                 content = await read_response_body(reader)
@@ -99,8 +99,8 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
 
 def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal() -> None:
     place, read = PodPlace(PodRole.TRAINER, 0, 0), 0
-    for draw in drawn():
-        message = damaged(draw, [as_json(WORD)]).decode(errors="replace")
+    for draw in random_sources():
+        message = damage_sample(draw, [as_json(WORD)]).decode(errors="replace")
         terminated = {"exitCode": draw.choice((0, 1, None, "1")), "message": message, "finishedAt": message[:30]}
         ended = read_pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, place).ended
         assert ended is not None
@@ -112,9 +112,9 @@ def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal()
 
 def test_a_damaged_review_is_refused_or_is_one_of_a_job() -> None:
     read = 0
-    for draw in drawn():
+    for draw in random_sources():
         try:
-            found = read_review(damaged(draw, [json.dumps(REVIEW).encode()]))
+            found = read_review(damage_sample(draw, [json.dumps(REVIEW).encode()]))
         except InvalidReview:
             continue
         read += 1
@@ -128,8 +128,8 @@ def test_lines_of_a_step_log_are_read_or_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     log = StepLog(path)
     with path.open("wb", buffering=0) as written:
-        for draw in drawn():
-            written.write(damaged(draw, lines) + b"\n")
+        for draw in random_sources():
+            written.write(damage_sample(draw, lines) + b"\n")
             log.read()
     assert [line.step for line in log.lines] == sorted({line.step for line in log.lines})
     tokens_per_second(log.lines)
@@ -181,10 +181,10 @@ def test_a_listener_answers_whatever_it_is_sent(
         server, answers = await listener(), 0
         complaints = list[Mapping[str, Any]]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        for draw in drawn():
+        for draw in random_sources():
             protocol, connection = server(), SentConnection()
             protocol.connection_made(connection)
-            protocol.data_received(damaged(draw, [request_bytes]))
+            protocol.data_received(damage_sample(draw, [request_bytes]))
             protocol.eof_received()
             for _ in range(4):
                 # Its task begins, and reads; what a thread works out is not waited for.

@@ -118,7 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(family: str, seed: int) -> PreTrainedModel:
+def make_model(family: str, seed: int) -> PreTrainedModel:
     """Return a model of random weights."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **MODELS[family])
@@ -129,12 +129,12 @@ def model(family: str, seed: int) -> PreTrainedModel:
 
 def lay_out(family: str, folder: Path) -> None:
     """Write the model folder that an engine starts from."""
-    whole = model(family, 0)
+    whole = make_model(family, 0)
     whole.config.architectures = [type(whole).__name__]
     whole.config.save_pretrained(folder)
 
 
-def published(model: PreTrainedModel, folder: Path) -> Path:
+def save_published(model: PreTrainedModel, folder: Path) -> Path:
     """Save weights under the names of the hub's files; returns the one file."""
     model.save_pretrained(folder)
     return folder / "model.safetensors"
@@ -143,7 +143,7 @@ def published(model: PreTrainedModel, folder: Path) -> Path:
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of those files."""
     with TemporaryDirectory() as folder:
-        found: dict[str, Tensor] = load_file(published(model, Path(folder)))
+        found: dict[str, Tensor] = load_file(save_published(model, Path(folder)))
     return found
 
 

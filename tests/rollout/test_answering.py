@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_api.contract.answers import AnswerRequest
 from moejob_api.contract.pods import HttpPath
 from moejob_rollout.listener import StrangerLimits
@@ -62,5 +62,5 @@ def test_a_failure_says_whose_it_is(server: EngineServer, failing: Exception, ex
 def test_a_damaged_request_is_answered_or_refused(server: EngineServer) -> None:
     server.client.failing = ValueError("nothing is computed here")
     server.client.may_answer.set()
-    for draw in islice(drawn(), 300):
-        assert status(asked(server, request(damaged(draw, [TEXT])))) == HTTPStatus.BAD_REQUEST
+    for draw in islice(random_sources(), 300):
+        assert status(asked(server, request(damage_sample(draw, [TEXT])))) == HTTPStatus.BAD_REQUEST

@@ -31,7 +31,7 @@ from moejob_api.contract.pods import HttpPath, engine_key, weights_key
 from moejob_rollout.listener import HEAD_BYTES
 from ports import free_port
 from rollout.doors import opened
-from rollout.references import log_probabilities, model, published, published_tensors, without
+from rollout.references import log_probabilities, make_model, published_tensors, save_published, without
 
 Start = Callable[..., Engine]
 PROMPTS = [[(7 * number + place) % 512 for place in range(20)] for number in range(8)]
@@ -43,16 +43,16 @@ FORKED = 0x40  # PF_FORKNOEXEC
 
 @pytest.fixture(scope="module")
 def moe(start: Start) -> Engine:
-    return start("qwen3_moe").ready()
+    return start("qwen3_moe").await_ready()
 
 
 def updated(engine: Engine, version: str, *paths: Path) -> None:
-    engine.must("/pause", mode="keep")
-    engine.must("/start_weight_update")
-    engine.must("/update_weights", {"update_info": {"paths": [str(path) for path in paths]}})
-    engine.must("/finish_weight_update", {"weight_version": version})
-    engine.must("/reset_prefix_cache")
-    engine.must("/resume")
+    engine.post_or_fail("/pause", mode="keep")
+    engine.post_or_fail("/start_weight_update")
+    engine.post_or_fail("/update_weights", {"update_info": {"paths": [str(path) for path in paths]}})
+    engine.post_or_fail("/finish_weight_update", {"weight_version": version})
+    engine.post_or_fail("/reset_prefix_cache")
+    engine.post_or_fail("/resume")
 
 
 def distance(engine: Engine, reference: Any, temperature: float = 1.0) -> float:
@@ -130,40 +130,40 @@ def test_an_engine_keeps_a_connection_that_is_silent_for_longer_than_vllm_would(
 
 def test_tokens_are_as_probable_as_transformers_says_after_each_update(moe: Engine, tmp_path: Path) -> None:
     for version, seed in (("1", 11), ("2", 12), ("3", 11)):
-        reference = model("qwen3_moe", seed)
-        updated(moe, version, published(reference, tmp_path / version))
+        reference = make_model("qwen3_moe", seed)
+        updated(moe, version, save_published(reference, tmp_path / version))
         assert moe.get("/weight_info").body == {"weight_version": version}
         assert distance(moe, reference) < CLOSE
 
 
 def test_an_update_without_one_tensor_is_seen_in_log_probabilities(moe: Engine, tmp_path: Path) -> None:
-    updated(moe, "1", published(model("qwen3_moe", 11), tmp_path / "whole"))
-    reference = model("qwen3_moe", 12)
-    path = without(published(reference, tmp_path / "part"), "model.layers.1.mlp.experts.3.down_proj.weight")
+    updated(moe, "1", save_published(make_model("qwen3_moe", 11), tmp_path / "whole"))
+    reference = make_model("qwen3_moe", 12)
+    path = without(save_published(reference, tmp_path / "part"), "model.layers.1.mlp.experts.3.down_proj.weight")
     updated(moe, "2", path)
     assert distance(moe, reference) > CLOSE
 
 
 def test_an_update_that_broke_off_leaves_nothing_that_the_next_one_counts(moe: Engine, tmp_path: Path) -> None:
-    path = published(model("qwen3_moe", 11), tmp_path / "whole")
+    path = save_published(make_model("qwen3_moe", 11), tmp_path / "whole")
     part = without(path, "model.layers.1.mlp.experts.3.down_proj.weight")
-    moe.must("/pause", mode="keep")
-    moe.must("/start_weight_update")
+    moe.post_or_fail("/pause", mode="keep")
+    moe.post_or_fail("/start_weight_update")
     update = {"update_info": {"paths": [str(part), str(tmp_path / "is not there")]}}
     assert moe.post("/update_weights", update).status == 500
-    reference = model("qwen3_moe", 12)
-    updated(moe, "2", published(reference, tmp_path / "next"))
+    reference = make_model("qwen3_moe", 12)
+    updated(moe, "2", save_published(reference, tmp_path / "next"))
     assert distance(moe, reference) < CLOSE
 
 
 def test_log_probabilities_are_those_of_the_distribution_that_was_sampled_from(moe: Engine, tmp_path: Path) -> None:
-    reference = model("qwen3_moe", 13)
-    updated(moe, "4", published(reference, tmp_path))
+    reference = make_model("qwen3_moe", 13)
+    updated(moe, "4", save_published(reference, tmp_path))
     assert distance(moe, reference, temperature=0.6) < CLOSE
 
 
 def test_tokens_carry_the_version_of_the_weights_that_chose_them(moe: Engine, tmp_path: Path) -> None:
-    first, second = (published(model("qwen3_moe", seed), tmp_path / str(seed)) for seed in (11, 12))
+    first, second = (save_published(make_model("qwen3_moe", seed), tmp_path / str(seed)) for seed in (11, 12))
     updated(moe, "7", first)
     answer: list[Any] = []
     asking = threading.Thread(target=lambda: answer.append(moe.generate(PROMPTS[0], max_tokens=150, seed=1)))
@@ -213,7 +213,7 @@ def test_an_answer_ends_at_the_stop_tokens_that_were_named(moe: Engine) -> None:
 def test_an_answer_is_that_of_the_path_of_vllm(moe: Engine) -> None:
     for seed, prompt in enumerate(PROMPTS):
         theirs = moe.generate(prompt, max_tokens=24, seed=seed)["choices"][0]
-        mine = moe.answered(prompt, 24, seed).body
+        mine = moe.request_answer(prompt, 24, seed).body
         assert np.frombuffer(mine.tokens, "<i4").tolist() == theirs["token_ids"]
         said = [token["logprob"] for token in theirs["logprobs"]["content"]]
         assert np.frombuffer(mine.log_probabilities, "<f4").tolist() == said
@@ -224,28 +224,28 @@ def test_an_answer_is_that_of_the_path_of_vllm(moe: Engine) -> None:
 
 
 def test_an_answer_ends_at_the_tokens_of_the_request(moe: Engine) -> None:
-    whole = np.frombuffer(moe.answered(PROMPTS[2], 16, 5).body.tokens, "<i4").tolist()
-    cut = moe.answered(PROMPTS[2], 16, 5, stop_tokens=[whole[7]]).body
+    whole = np.frombuffer(moe.request_answer(PROMPTS[2], 16, 5).body.tokens, "<i4").tolist()
+    cut = moe.request_answer(PROMPTS[2], 16, 5, stop_tokens=[whole[7]]).body
     assert np.frombuffer(cut.tokens, "<i4").tolist() == whole[: whole.index(whole[7]) + 1]
     assert cut.finish_reason == "stop"
 
 
 def test_a_request_that_is_none_is_refused_with_a_reason(moe: Engine) -> None:
     assert moe.post(HttpPath.ANSWER, {"prompt": "AAAA"}).status == 400
-    longest = moe.answered([1] * 5000, 1)
+    longest = moe.request_answer([1] * 5000, 1)
     assert (longest.status, "5000" in longest.body) == (400, True)
 
 
 @pytest.fixture(scope="module")
 def tied(start: Start) -> Engine:
     """An engine whose output layer is the embedding, which no file of weights names twice."""
-    return start("mixtral").ready()
+    return start("mixtral").await_ready()
 
 
 def test_an_output_layer_that_is_tied_is_that_of_each_update(tied: Engine, tmp_path: Path) -> None:
     for version, seed in (("1", 11), ("2", 12)):
-        reference = model("mixtral", seed)
-        path = published(reference, tmp_path / version)
+        reference = make_model("mixtral", seed)
+        path = save_published(reference, tmp_path / version)
         assert "lm_head.weight" not in load_file(path)
         updated(tied, version, path)
         assert distance(tied, reference) < CLOSE
@@ -253,22 +253,22 @@ def test_an_output_layer_that_is_tied_is_that_of_each_update(tied: Engine, tmp_p
 
 @pytest.mark.thorough
 def test_latent_attention_computes_what_transformers_does_after_each_update(start: Start, tmp_path: Path) -> None:
-    engine = start("deepseek_v3").ready()
+    engine = start("deepseek_v3").await_ready()
     for version, seed in (("1", 11), ("2", 12)):
-        reference = model("deepseek_v3", seed)
-        updated(engine, version, published(reference, tmp_path / version))
+        reference = make_model("deepseek_v3", seed)
+        updated(engine, version, save_published(reference, tmp_path / version))
         assert distance(engine, reference) < CLOSE
     engine.kill()
 
 
 @pytest.fixture(scope="module")
 def two_workers(start: Start) -> Engine:
-    return start("mixtral", sync="Gloo", tensor=2).ready()
+    return start("mixtral", sync="Gloo", tensor=2).await_ready()
 
 
 def test_an_engine_whose_workers_could_not_join_the_trainer_takes_the_next_weights(two_workers: Engine) -> None:
-    two_workers.must("/pause", mode="keep")
-    two_workers.must("/start_weight_update")
+    two_workers.post_or_fail("/pause", mode="keep")
+    two_workers.post_or_fail("/start_weight_update")
     nowhere = _where(free_port(), workers=2)
     for _ in range(2):
         reply = two_workers.post("/init_weight_transfer_engine", {"init_info": nowhere})
@@ -280,14 +280,14 @@ def test_an_engine_whose_workers_could_not_join_the_trainer_takes_the_next_weigh
 def _break_off(engine: Engine) -> None:
     """Leave an update as the trainer does, by a start that is refused."""
     assert engine.post("/start_weight_update").status == 500
-    engine.must("/finish_weight_update", {"weight_version": "unfinished"})
+    engine.post_or_fail("/finish_weight_update", {"weight_version": "unfinished"})
 
 
 def test_a_worker_that_could_not_join_lets_the_others_wait_no_longer(two_workers: Engine) -> None:
     # Which of the two gets in is chance, and an engine reads their replies in their order.
     for _ in range(3):
-        two_workers.must("/pause", mode="keep")
-        two_workers.must("/start_weight_update")
+        two_workers.post_or_fail("/pause", mode="keep")
+        two_workers.post_or_fail("/start_weight_update")
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         one_only = _where(opened(weights_key(SECRET), store.port, most=1), workers=2)
         reply = two_workers.post("/init_weight_transfer_engine", {"init_info": one_only})
@@ -301,13 +301,13 @@ def test_a_worker_that_could_not_join_lets_the_others_wait_no_longer(two_workers
 
 
 def _take_weights(two_workers: Engine, seed: int) -> None:
-    group, reference = _joined(two_workers, workers=2), model("mixtral", seed)
+    group, reference = _joined(two_workers, workers=2), make_model("mixtral", seed)
     tensors = {name: tensor.contiguous() for name, tensor in published_tensors(reference).items()}
-    two_workers.must("/start_weight_update")
+    two_workers.post_or_fail("/start_weight_update")
     _broadcast(two_workers, group, tensors)
-    two_workers.must("/finish_weight_update", {"weight_version": "1"})
-    two_workers.must("/reset_prefix_cache")
-    two_workers.must("/resume")
+    two_workers.post_or_fail("/finish_weight_update", {"weight_version": "1"})
+    two_workers.post_or_fail("/reset_prefix_cache")
+    two_workers.post_or_fail("/resume")
     assert distance(two_workers, reference) < CLOSE
 
 
@@ -318,15 +318,15 @@ def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_and_l
     group = _joined(engine, workers=2)
     # The second time experts come in stacks, of which each has two parts that come in different buckets.
     for version, seed, arranged in (("1", 21, dict), ("2", 22, _in_stacks)):
-        reference = model("mixtral", seed)
+        reference = make_model("mixtral", seed)
         tensors = arranged({name: tensor.contiguous() for name, tensor in published_tensors(reference).items()})
-        engine.must("/pause", mode="keep")
-        engine.must("/start_weight_update")
+        engine.post_or_fail("/pause", mode="keep")
+        engine.post_or_fail("/start_weight_update")
         for part in (list(tensors)[::2], list(tensors)[1::2]):
             _broadcast(engine, group, {name: tensors[name] for name in part})
-        engine.must("/finish_weight_update", {"weight_version": version})
-        engine.must("/reset_prefix_cache")
-        engine.must("/resume")
+        engine.post_or_fail("/finish_weight_update", {"weight_version": version})
+        engine.post_or_fail("/reset_prefix_cache")
+        engine.post_or_fail("/resume")
         assert distance(engine, reference) < CLOSE
     assert "vLLM takes stacks of experts in 2 layers" in engine.log
     assert len(engine.workers()) > 2
@@ -367,7 +367,7 @@ def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
     inner, world = free_port(), 1 + workers
     store = TCPStore("127.0.0.1", inner, is_master=True, wait_for_workers=False)
     where = _where(opened(weights_key(SECRET), inner), workers)
-    joining = threading.Thread(target=engine.must, args=("/init_weight_transfer_engine", {"init_info": where}))
+    joining = threading.Thread(target=engine.post_or_fail, args=("/init_weight_transfer_engine", {"init_info": where}))
     joining.start()
     named = PrefixStore("weights", store)
     join_rendezvous(named, world, timedelta(minutes=5))
@@ -393,7 +393,7 @@ def _broadcast(engine: Engine, group: ProcessGroupGloo, tensors: dict[str, Tenso
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
     }
-    receiving = threading.Thread(target=engine.must, args=("/update_weights", {"update_info": update}))
+    receiving = threading.Thread(target=engine.post_or_fail, args=("/update_weights", {"update_info": update}))
     receiving.start()
     _send(group, torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]))
     receiving.join()
@@ -406,7 +406,7 @@ def _send(group: ProcessGroupGloo, bucket: Tensor) -> None:
 
 
 def test_an_engine_that_is_asked_to_end_waits_for_no_answer(tied: Engine) -> None:
-    tied.must("/pause", mode="keep")
+    tied.post_or_fail("/pause", mode="keep")
     with unanswered(tied):
         assert tied.stop() == 0
     assert tied.is_gone()
@@ -419,7 +419,7 @@ def unanswered(engine: Engine) -> Iterator[None]:
     def ask() -> None:
         # A server that ends may answer that it failed, or just hang up.
         with suppress(OSError):
-            engine.answered(PROMPTS[0], max_tokens=8)
+            engine.request_answer(PROMPTS[0], max_tokens=8)
 
     asking = threading.Thread(target=ask)
     asking.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from closures import import_errors, modules, strays, wrong_versions
+from closures import find_modules, find_strays, import_errors, wrong_versions
 
-MODULES = modules("rollout")
+MODULES = find_modules("rollout")
 # The server imports most of what vLLM needs; the package alone almost nothing.
 NAMES = [*(module for tops in MODULES.values() for module in tops), "vllm.entrypoints.openai.api_server"]
 # Wheels of shared libraries that torch loads by path: nothing in them can be imported.
@@ -33,4 +33,4 @@ def test_versions_are_the_pinned_ones() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    assert strays("rollout") == set()
+    assert find_strays("rollout") == set()

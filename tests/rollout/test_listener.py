@@ -13,7 +13,7 @@ import pytest
 from uvicorn.server import ServerState
 
 from connections import SentConnection, is_over
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_api.contract.pods import HttpPath
 from moejob_rollout.listener import HEAD_BYTES, StrangerLimits
 from rollout.served import HOST, KEY, EngineServer, served
@@ -159,12 +159,12 @@ def test_the_port_answers_whatever_it_is_sent(caplog: pytest.LogCaptureFixture) 
         config.load()
         answers, complaints = 0, list[Mapping[str, Any]]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        for draw in drawn():
+        for draw in random_sources():
             connection = SentConnection()
             protocol = config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
             protocol.connection_made(connection)
             # No socket hands on nothing.
-            protocol.data_received(damaged(draw, requests) or b"\0")
+            protocol.data_received(damage_sample(draw, requests) or b"\0")
             protocol.eof_received()
             for _ in range(4):
                 # Its task begins; it reads no more than there is.

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engines import PYTHON, environment
+from engines import PYTHON, engine_environment
 from moejob_api.contract.pods import Environment, ExitCode
 
 
 @pytest.mark.parametrize("secret", [pytest.param(None, id="none"), pytest.param("", id="an empty one")])
 def test_an_engine_without_a_secret_ends_with_78_where_others_reach_it(secret: str | None, tmp_path: Path) -> None:
-    said = environment(tmp_path, ["http://192.0.2.7:8000"]) | {Environment.HOST.value: "192.0.2.7"}
+    said = engine_environment(tmp_path, ["http://192.0.2.7:8000"]) | {Environment.HOST.value: "192.0.2.7"}
     del said[Environment.SECRET]
     # Engines that other tests run in this process leave theirs behind.
     mine = {name: value for name, value in os.environ.items() if name != Environment.SECRET.value}
@@ -36,7 +36,7 @@ def test_an_engine_whose_plugin_vllm_cannot_find_ends_with_78(tmp_path: Path) ->
             (packages / found.name).symlink_to(found)
     source = Path(__file__).parents[2]
     path = os.pathsep.join(map(str, (source / "rollout/src", source / "crds/src", packages)))
-    environ = os.environ | environment(tmp_path, ["http://127.0.0.1:8000"]) | {"PYTHONPATH": path}
+    environ = os.environ | engine_environment(tmp_path, ["http://127.0.0.1:8000"]) | {"PYTHONPATH": path}
     ended = subprocess.run(
         [PYTHON, "-S", "-m", "moejob_rollout"],
         env=environ,

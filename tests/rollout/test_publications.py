@@ -18,7 +18,7 @@ from moejob_api.contract.weight_checksums import PAGE_BYTES, page_checksums
 from moejob_rollout.transfer.broadcast import BroadcastUpdate
 from moejob_rollout.transfer.buckets import bucket_bytes, changed_tensors
 from moejob_rollout.transfer.checksums import tensor_checksums
-from rollout.references import model, published, without
+from rollout.references import make_model, save_published, without
 
 Start = Callable[..., Engine]
 TIED = "model.embed_tokens.weight"
@@ -29,17 +29,17 @@ FAMILIES = ["qwen2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 def reported(engine: Engine, *paths: Path, **more: Any) -> Any:
     """Return the report of an engine on these files; the engine then forgets the update."""
-    engine.must("/pause", mode="keep")
-    engine.must("/start_weight_update")
-    engine.must("/update_weights", {"update_info": {"paths": [str(path) for path in paths]} | more})
-    report = engine.must(HttpPath.PUBLICATION)
-    engine.must("/finish_weight_update", {"weight_version": "unfinished"})
+    engine.post_or_fail("/pause", mode="keep")
+    engine.post_or_fail("/start_weight_update")
+    engine.post_or_fail("/update_weights", {"update_info": {"paths": [str(path) for path in paths]} | more})
+    report = engine.post_or_fail(HttpPath.PUBLICATION)
+    engine.post_or_fail("/finish_weight_update", {"weight_version": "unfinished"})
     return report
 
 
 def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(start: Start, tmp_path: Path) -> None:
-    engine, reference = start("mixtral").ready(), model("mixtral", 11)
-    assert reported(engine, published(reference, tmp_path / "whole")) == WHOLE
+    engine, reference = start("mixtral").await_ready(), make_model("mixtral", 11)
+    assert reported(engine, save_published(reference, tmp_path / "whole")) == WHOLE
     for tensor in (
         "model.layers.1.block_sparse_moe.experts.3.w2.weight",
         "model.layers.0.block_sparse_moe.experts.0.w3.weight",
@@ -49,15 +49,15 @@ def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(star
         "model.norm.weight",
         TIED,
     ):
-        path = without(published(reference, tmp_path / "part"), tensor)
+        path = without(save_published(reference, tmp_path / "part"), tensor)
         assert reported(engine, path) == {"missing": [tensor], "repeated": [], "changed": []}
     # What broke off is no part of the next one.
-    assert reported(engine, published(reference, tmp_path / "again")) == WHOLE
+    assert reported(engine, save_published(reference, tmp_path / "again")) == WHOLE
 
 
 def test_a_tensor_with_other_bytes_than_were_sent_is_named(start: Start, tmp_path: Path) -> None:
-    engine = start("mixtral").ready()
-    path = published(model("mixtral", 11), tmp_path / "whole")
+    engine = start("mixtral").await_ready()
+    path = save_published(make_model("mixtral", 11), tmp_path / "whole")
     sums = {name: tensor_checksums(value) for name, value in load_file(path).items()}
     assert reported(engine, path, checksums=[sums]) == WHOLE
     sums["model.norm.weight"][0] ^= 1
@@ -119,8 +119,8 @@ def test_words_that_changed_places_are_seen() -> None:
 def test_every_tensor_is_missed_by_its_name_and_a_whole_model_is_accepted(
     family: str, tensor: int, start: Start, tmp_path: Path
 ) -> None:
-    engine = start(family, tensor=tensor).ready()
-    path = published(model(family, 11), tmp_path / "whole")
+    engine = start(family, tensor=tensor).await_ready()
+    path = save_published(make_model(family, 11), tmp_path / "whole")
     tensors = load_file(path)
     assert reported(engine, path) == WHOLE
     unseen = {}
@@ -137,8 +137,8 @@ def test_every_tensor_is_missed_by_its_name_and_a_whole_model_is_accepted(
 
 @pytest.mark.thorough
 def test_a_tensor_that_comes_twice_fills_the_place_of_none(start: Start, tmp_path: Path) -> None:
-    engine, name = start("qwen2").ready(), "model.layers.1.self_attn.k_proj.weight"
-    path = published(model("qwen2", 11), tmp_path / "whole")
+    engine, name = start("qwen2").await_ready(), "model.layers.1.self_attn.k_proj.weight"
+    path = save_published(make_model("qwen2", 11), tmp_path / "whole")
     again = tmp_path / "again.safetensors"
     # As large as v_proj, without which the count is complete.
     save_file({name: load_file(path)[name]}, again, {"format": "pt"})

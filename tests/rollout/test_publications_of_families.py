@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engines import Engine
-from rollout.references import model, published
+from rollout.references import make_model, save_published
 from rollout.test_engine import CLOSE, distance, updated
 from rollout.test_publications import WHOLE, reported
 
@@ -21,8 +21,8 @@ Start = Callable[..., Engine]
 def test_a_whole_model_is_accepted_and_a_tensor_that_was_left_out_is_named(
     family: str, start: Start, tmp_path: Path
 ) -> None:
-    engine = start(family).ready()
-    path = published(model(family, 11), tmp_path / "whole")
+    engine = start(family).await_ready()
+    path = save_published(make_model(family, 11), tmp_path / "whole")
     assert reported(engine, path) == WHOLE
     tensors = load_file(path)
     unseen = {}
@@ -40,9 +40,9 @@ def test_a_whole_model_is_accepted_and_a_tensor_that_was_left_out_is_named(
 @pytest.mark.thorough
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_experts_and_sinks_of_gpt_oss_are_those_of_each_update(tensor: int, start: Start, tmp_path: Path) -> None:
-    engine = start("gpt_oss", tensor=tensor).ready()
+    engine = start("gpt_oss", tensor=tensor).await_ready()
     for version, seed in (("1", 11), ("2", 12)):
-        reference = model("gpt_oss", seed)
-        updated(engine, version, published(reference, tmp_path / version))
+        reference = make_model("gpt_oss", seed)
+        updated(engine, version, save_published(reference, tmp_path / version))
         assert distance(engine, reference) < CLOSE
     engine.kill()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engines import Engine
-from rollout.references import model, published
+from rollout.references import make_model, save_published
 from rollout.test_engine import updated
-from trainer.rows import rows
+from trainer.rows import make_rows
 
 Start = Callable[..., Engine]
 Routing = npt.NDArray[np.int64]
@@ -53,14 +53,14 @@ def chosen(reference: Any, tokens: Sequence[int]) -> dict[int, Routing]:
     return seen
 
 
-@pytest.fixture(scope="module", params=rows(FAMILIES, always=["qwen3_moe"]))
+@pytest.fixture(scope="module", params=make_rows(FAMILIES, always=["qwen3_moe"]))
 def told(
     request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Any]]:
     family: str = request.param
-    engine = start(family, routingReplay=True, **FAMILIES[family]).ready()
-    reference = model(family, 31)
-    updated(engine, "1", published(reference, tmp_path_factory.mktemp(family)))
+    engine = start(family, routingReplay=True, **FAMILIES[family]).await_ready()
+    reference = make_model(family, 31)
+    updated(engine, "1", save_published(reference, tmp_path_factory.mktemp(family)))
     yield engine, reference
     engine.kill()
 
@@ -113,10 +113,10 @@ def test_members_of_a_group_that_are_computed_together_have_experts_of_their_own
 
 def test_new_weights_choose_anew_and_cached_experts_are_forgotten(told: tuple[Engine, Any], tmp_path: Path) -> None:
     engine, reference = told
-    other = model(reference.config.model_type, 32)
+    other = make_model(reference.config.model_type, 32)
     before = returned(engine.generate(PROMPTS[0], max_tokens=4, seed=1)["choices"][0])
-    updated(engine, "2", published(other, tmp_path / "other"))
+    updated(engine, "2", save_published(other, tmp_path / "other"))
     choice = engine.generate(PROMPTS[0], max_tokens=4, seed=1)["choices"][0]
     holds(other, PROMPTS[0], choice)
     assert (returned(choice)[: len(PROMPTS[0])] != before[: len(PROMPTS[0])]).any()
-    updated(engine, "3", published(reference, tmp_path / "again"))
+    updated(engine, "3", save_published(reference, tmp_path / "again"))

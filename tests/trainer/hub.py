@@ -62,13 +62,13 @@ class Hub:
         return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """A folder as the files of a commit."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serve_hub() -> Iterator[Hub]:
     """A hub without repositories."""
     hub = Hub()
     server = _Server(hub)

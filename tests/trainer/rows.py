@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import pytest
 
 
-def rows(table: Iterable[object], always: Collection[object]) -> list[object]:
+def make_rows(table: Iterable[object], always: Collection[object]) -> list[object]:
     """The rows of a table, a tuple being one of several values."""
     every = [*table]
     unknown = [row for row in always if row not in every]

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from moejob_api.contract.pods import Environment
 from moejob_api.layout.sizes import derive_layout
 from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
@@ -48,12 +48,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def eventually(look: Callable[[], Found | None], what: str) -> Found:
+def await_result(look: Callable[[], Found | None], what: str) -> Found:
     """Return the first result of `look` that is one."""
     until = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < until:
-        if found := look():
-            return found
+        if result := look():
+            return result
         time.sleep(0.005)
     raise AssertionError(f"{what} did not happen within {LONGEST_SECONDS} s")
 
@@ -68,7 +68,7 @@ class Step:
 
 
 @dataclass
-class Started:
+class StartedRanks:
     """One start of all ranks."""
 
     folder: Path
@@ -93,9 +93,9 @@ class Started:
         for process in self.processes:
             process.join()
 
-    def codes(self) -> list[int | None]:
+    def await_exit_codes(self) -> list[int | None]:
         """Exit codes of all ranks. One that failed takes the others down, as the launcher has it."""
-        eventually(lambda: not self.is_running(), f"the end of a rank; said so far:\n{self.said()}")
+        await_result(lambda: not self.is_running(), f"the end of a rank; said so far:\n{self.read_log()}")
         first = [process.exitcode for process in self.processes]
         if any(first):
             self.signal(signal.SIGKILL)
@@ -103,12 +103,12 @@ class Started:
             process.join(LONGEST_SECONDS)
         return first if any(first) else [process.exitcode for process in self.processes]
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def last_line(self) -> str:
         """Return the line that a launcher would quote."""
-        return ([line for line in self.said().splitlines() if line.strip()] or [""])[-1]
+        return ([line for line in self.read_log().splitlines() if line.strip()] or [""])[-1]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Runs:
     volume: Path
     # "spawn" for ranks whose libraries have to read variables of this process, as they do when they are imported.
     method: str = "forkserver"
-    _started: list[Started] = field(default_factory=list)
+    _started: list[StartedRanks] = field(default_factory=list)
 
     def start(
         self,
@@ -129,10 +129,10 @@ class Runs:
         before: str = "",
         environ: Mapping[str, str] | None = None,
         **sections: Any,
-    ) -> Started:
+    ) -> StartedRanks:
         """Starts all ranks of a job whose spec is TINY with these sections laid over it, after a function of LIMITS."""
-        described = spec(**merged(TINY, sections))
-        ranks = derive_layout(described.parallelism, described.resources.gpus_per_node).gpus
+        job_spec = spec(**merge_sections(TINY, sections))
+        ranks = derive_layout(job_spec.parallelism, job_spec.resources.gpus_per_node).gpus
         folder = self.volume / job
         folder.mkdir(parents=True, exist_ok=True)
         secret = (environ or {}).get(Environment.SECRET, "")
@@ -152,7 +152,7 @@ class Runs:
             BOARD: str(board.folder),
             Environment.JOB: job,
             Environment.UID: uid or f"uid-{job}",
-            Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
+            Environment.SPEC: job_spec.model_dump_json(by_alias=True, exclude_none=True),
             Environment.ATTEMPT: str(attempt),
             Environment.RANKS_PER_NODE: str(ranks),
             Environment.RUN_FOLDER: str(folder),
@@ -160,17 +160,17 @@ class Runs:
         }
         log = outside / f"log-{number}"
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        started = Started(
-            folder, log, board, [_rank(self.method, environment, log, before) for environment in environments]
+        started = StartedRanks(
+            folder, log, board, [_start_rank(self.method, environment, log, before) for environment in environments]
         )
         self._started.append(started)
         return started
 
-    def finished(self, job: str = "job", **settings: Any) -> Started:
+    def run_to_end(self, job: str = "job", **settings: Any) -> StartedRanks:
         """A run that ends well."""
         started = self.start(job, **settings)
-        codes = started.codes()
-        assert not any(codes), f"{codes}:\n{started.said()}"
+        codes = started.await_exit_codes()
+        assert not any(codes), f"{codes}:\n{started.read_log()}"
         return started
 
     def close(self) -> None:
@@ -178,56 +178,56 @@ class Runs:
             started.kill()
 
 
-def steps(folder: Path) -> list[Step]:
+def read_steps(folder: Path) -> list[Step]:
     """All whole lines of a step log."""
     log = folder / "steps.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    told = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [Step(line["step"], line["loss"], line["attempt"]) for line in told]
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [Step(line["step"], line["loss"], line["attempt"]) for line in records]
 
 
-def _small_files() -> None:
+def _limit_file_size() -> None:
     """Like a full disk, but for this process alone: the file of the optimizer's state does not fit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
 
 
-def _no_superuser() -> None:
+def _drop_superuser() -> None:
     """Whom a read-only folder stops."""
     if os.geteuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
 
 
-def _reported_algorithms() -> None:
+def _report_algorithms() -> None:
     """Prints at the end of the rank which algorithms torch chose from."""
 
-    def report() -> None:
+    def print_algorithms() -> None:
         sys.stdout.write(f"deterministic algorithms: {torch.are_deterministic_algorithms_enabled()}\n")
         sys.stdout.flush()
 
-    util.Finalize(None, report, exitpriority=0)
+    util.Finalize(None, print_algorithms, exitpriority=0)
 
 
 LIMITS: Mapping[str, Callable[[], None]] = {
-    "small files": _small_files,
-    "no superuser": _no_superuser,
-    "reported algorithms": _reported_algorithms,
+    "small files": _limit_file_size,
+    "no superuser": _drop_superuser,
+    "reported algorithms": _report_algorithms,
 }
 
 
-def _rank(method: str, environment: Mapping[str, str], log: Path, before: str) -> BaseProcess:
+def _start_rank(method: str, environment: Mapping[str, str], log: Path, before: str) -> BaseProcess:
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOADED)
-    process: BaseProcess = context.Process(target=enter, args=(environment, log, before), daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = context.Process(target=become_rank, args=(environment, log, before), daemon=True)  # type: ignore[attr-defined]
     process.start()
     return process
 
 
-def enter(environment: Mapping[str, str], log: Path, before: str) -> None:
+def become_rank(environment: Mapping[str, str], log: Path, before: str) -> None:
     """Becomes a rank."""
-    written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
+    log_file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log_file, 1)
+    os.dup2(log_file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     from moejob_trainer import rank  # noqa: PLC0415 not for who starts it

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job.training import RecomputeModule
@@ -59,10 +59,10 @@ class Job:
     def with_source(self, source: str) -> Drawn:
         """The sections, over those of every test's run."""
         given = {"model": {"source": source}, "training": {"maxSteps": 1}}
-        return merged(given, self.sections)
+        return merge_sections(given, self.sections)
 
     def is_accepted(self) -> bool:
-        job = spec(**merged(TINY, self.with_source("/models/drawn")))
+        job = spec(**merge_sections(TINY, self.with_source("/models/drawn")))
         if count_gpus(job.parallelism) > MOST_RANKS:
             return False
         shape = trained_shape(shape_of(self.config(), "config.json"), job)
@@ -198,6 +198,6 @@ def model_folder(job: Job, volume: Path) -> Path:
 def test_a_job_that_plan_accepts_starts_and_makes_a_step(runs: Runs, job: Job) -> None:
     folder = model_folder(job, runs.volume)
     try:
-        runs.finished("drawn", **job.with_source(str(folder)))
+        runs.run_to_end("drawn", **job.with_source(str(folder)))
     finally:
         shutil.rmtree(runs.volume / "drawn")

@@ -21,7 +21,7 @@ from moejob_trainer.checkpoints import GoodCheckpoint, find_latest_checkpoint
 from moejob_trainer.checkpoints.verification import verify_checkpoint
 from moejob_trainer.data import tiny
 from trainer.runs import Runs
-from trainer.training_data import chat, jsonl
+from trainer.training_data import make_chat, write_jsonl
 
 Sections = Mapping[str, Any]
 # Makes the bad thing, in the volume that holds a run with two good checkpoints; returns the sections that name it.
@@ -39,7 +39,7 @@ class Bad:
 
 def _data(*records: Mapping[str, Any] | str, **data: Any) -> Make:
     def make(volume: Path) -> Sections:
-        path = jsonl(volume / "train.jsonl", *records)
+        path = write_jsonl(volume / "train.jsonl", *records)
         return {"data": {"train": [{"source": str(path), "format": "Chat"}], **data}}
 
     return make
@@ -95,7 +95,7 @@ def _read_only(volume: Path) -> Sections:
     return {}
 
 
-GOOD = chat("what colour is grass", "green")
+GOOD = make_chat("what colour is grass", "green")
 CASES: Mapping[str, Bad] = {
     "broken JSON line": Bad(
         _data(GOOD, GOOD, '{"messages": ['), r"train\.jsonl, line 3 is not JSON: .*whole JSON object"
@@ -107,10 +107,11 @@ CASES: Mapping[str, Bad] = {
         r"train\.jsonl, line 1, message 1 has the role \"wizard\"; expected one of .*user",
     ),
     "over-long and refused": Bad(
-        _data(GOOD, chat("a" * 200, "b"), overlong="Refuse"), r"line 2 has \d+ tokens, data\.maxLength is 64 .*Truncate"
+        _data(GOOD, make_chat("a" * 200, "b"), overlong="Refuse"),
+        r"line 2 has \d+ tokens, data\.maxLength is 64 .*Truncate",
     ),
     "over-long and all dropped": Bad(
-        _data(chat("a" * 200, "b")), r"none of the 1 records .*1 dropped.*raise maxLength"
+        _data(make_chat("a" * 200, "b")), r"none of the 1 records .*1 dropped.*raise maxLength"
     ),
     "empty data": Bad(_data(), r"train\.jsonl \(split train\) is empty"),
     "no such data": Bad(
@@ -168,7 +169,7 @@ def volume() -> Iterator[Path]:
 def good(volume: Path) -> Iterator[Runs]:
     """A run of two steps, both saved."""
     runs = Runs(volume)
-    runs.finished(training={"maxSteps": 2})
+    runs.run_to_end(training={"maxSteps": 2})
     yield runs
     runs.close()
 
@@ -191,8 +192,8 @@ def test_a_bad_run_says_why_in_one_line_and_loses_nothing(another: Runs, name: s
     bad = CASES[name]
     sections = bad.make(another.volume)
     started = another.start(**{"attempt": 2, **(bad.settings or {}), **sections})
-    assert started.codes() == [ExitCode.BAD_CONFIGURATION], started.said()
-    assert re.search(bad.says, started.last_line()), started.said()
+    assert started.await_exit_codes() == [ExitCode.BAD_CONFIGURATION], started.read_log()
+    assert re.search(bad.says, started.last_line()), started.read_log()
     kept = verify_checkpoint(another.volume / "job" / "checkpoints" / "step-2.1.0")
     assert isinstance(kept, GoodCheckpoint), kept
 
@@ -203,9 +204,9 @@ def test_a_run_that_diverges_says_so_and_saves_nothing_of_it(another: Runs) -> N
     optimizer = {"learningRate": 10.0, "weightDecay": 1.0}
     training = {"maxSteps": 200, "optimizer": optimizer}
     started = another.start(attempt=2, training=training, checkpoint={"async": False})
-    assert started.codes() == [1], started.said()
+    assert started.await_exit_codes() == [1], started.read_log()
     said = r"Diverged: loss .* not finite in 3 updates in a row; lower training\.optimizer\.learningRate"
-    assert re.search(said, started.last_line()), started.said()
+    assert re.search(said, started.last_line()), started.read_log()
     lines = [json.loads(line) for line in (started.folder / "steps.jsonl").read_text().splitlines()]
     assert [line["applied"] for line in lines][-3:] == [True, False, False]
     found = find_latest_checkpoint(started.folder / "checkpoints").checkpoint

@@ -13,46 +13,46 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.runs import Runs, Started, steps
+from trainer.runs import Runs, StartedRanks, read_steps
 
 TRAINING: dict[str, Any] = {"maxSteps": 3, "deterministic": True, "profile": {"ranks": [1], "memory": True}}
 
 
 @pytest.fixture(scope="module")
-def volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Started]]:
+def volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, StartedRanks]]:
     """The run folders of two runs of one job, and how the first went: the second is stopped after two steps."""
     runs = Runs(tmp_path_factory.mktemp("deterministic") / "volume")
     layout: dict[str, Any] = {"parallelism": {"expert": 2}, "checkpoint": {"async": False}}
-    once = runs.finished("once", training=TRAINING, before="reported algorithms", **layout)
+    once = runs.run_to_end("once", training=TRAINING, before="reported algorithms", **layout)
     for attempt, done in ((1, 2), (2, 3)):
         untraced = TRAINING | {"profile": None, "maxSteps": done}
-        runs.finished("again", attempt=attempt, training=untraced, **layout)
+        runs.run_to_end("again", attempt=attempt, training=untraced, **layout)
     yield runs.volume, once
     runs.close()
 
 
-def saved(run: Path) -> dict[str, Tensor]:
+def read_newest_state(run: Path) -> dict[str, Tensor]:
     """Weights, moments and counters of the newest checkpoint, by file and name."""
     newest = max((run / "checkpoints").iterdir())
     files = sorted(newest.glob("state-*.safetensors"))
     return {f"{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_losses_weights_and_moments_are_the_same_to_the_bit(volume: tuple[Path, Started]) -> None:
+def test_losses_weights_and_moments_are_the_same_to_the_bit(volume: tuple[Path, StartedRanks]) -> None:
     folder, _ = volume
     once, again = folder / "once", folder / "again"
-    assert [step.loss for step in steps(once)] == [step.loss for step in steps(again)]
-    expected, found = saved(once), saved(again)
+    assert [step.loss for step in read_steps(once)] == [step.loss for step in read_steps(again)]
+    expected, found = read_newest_state(once), read_newest_state(again)
     assert expected.keys() == found.keys()
     assert expected
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
-def test_every_rank_leaves_out_algorithms_that_are_not_deterministic(volume: tuple[Path, Started]) -> None:
-    assert volume[1].said().count("deterministic algorithms: True") == 2
+def test_every_rank_leaves_out_algorithms_that_are_not_deterministic(volume: tuple[Path, StartedRanks]) -> None:
+    assert volume[1].read_log().count("deterministic algorithms: True") == 2
 
 
-def test_the_named_steps_of_the_named_ranks_are_traced(volume: tuple[Path, Started]) -> None:
+def test_the_named_steps_of_the_named_ranks_are_traced(volume: tuple[Path, StartedRanks]) -> None:
     folder, once = volume
     (trace,) = (folder / "once" / "profile").iterdir()
     assert trace.name == "step-2-rank-1.json.gz"
@@ -61,5 +61,5 @@ def test_the_named_steps_of_the_named_ranks_are_traced(volume: tuple[Path, Start
     names = {event.get("name") for event in events}
     assert {"step 2", "forward and backward", "gradients", "optimizer", "[memory]"} <= names
     assert not {"step 1", "step 3"} & names
-    assert "longest operators of rank 1" in once.said()
-    assert "aten::mm" in once.said()
+    assert "longest operators of rank 1" in once.read_log()
+    assert "aten::mm" in once.read_log()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from closures import import_errors, modules, strays, wrong_versions
+from closures import find_modules, find_strays, import_errors, wrong_versions
 
-MODULES = modules("trainer")
+MODULES = find_modules("trainer")
 # Stubs for gRPC among messages that OpenTelemetry sends over HTTP.
 STUBS = tuple(f"google.longrunning.operations_{stub}" for stub in ("grpc", "grpc_pb2", "pb2_grpc"))
 NAMES = [module for tops in MODULES.values() for module in tops if module not in STUBS]
@@ -33,4 +33,4 @@ def test_versions_are_the_pinned_ones() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    assert strays("trainer") == set()
+    assert find_strays("trainer") == set()

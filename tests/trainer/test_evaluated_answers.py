@@ -23,7 +23,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     started.close()
 
 
-def job(questions: Path, **answers: Any) -> dict[str, Any]:
+def build_job(questions: Path, **answers: Any) -> dict[str, Any]:
     """A run of two steps, evaluated after each."""
     sets = [{"source": "moejob/tiny-chats", "format": "Chat", "split": "test"}]
     return {
@@ -39,13 +39,13 @@ def job(questions: Path, **answers: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, records: list[dict[str, Any]]) -> Path:
+def write_records(folder: Path, records: list[dict[str, Any]]) -> Path:
     path = folder / "questions.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
 
 
-def generated(export: Path, prompt: str) -> str:
+def generate_greedily(export: Path, prompt: str) -> str:
     """The answer that Transformers generates greedily with the exported weights."""
     model: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     using = AutoTokenizer.from_pretrained(export)
@@ -65,8 +65,8 @@ def generated(export: Path, prompt: str) -> str:
 @pytest.mark.slow
 def test_answers_are_scored_shown_and_those_of_the_export(runs: Runs, tmp_path: Path) -> None:
     asked = ["say hello", "count from one to", "what is the opposite of big", "never asked"]
-    questions = written(tmp_path, [{"prompt": prompt, "answer": "7"} for prompt in asked])
-    run = runs.finished(**job(questions))
+    questions = write_records(tmp_path, [{"prompt": prompt, "answer": "7"} for prompt in asked])
+    run = runs.run_to_end(**build_job(questions))
     lines = [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
     told = [
         [json.loads(line) for line in (run.folder / "samples" / f"eval-step-{step}.jsonl").read_text().splitlines()]
@@ -76,7 +76,9 @@ def test_answers_are_scored_shown_and_those_of_the_export(runs: Runs, tmp_path: 
     assert [line["evalMean@1"] for line in lines] == [sum(one["reward"] for one in step) / 3 for step in told]
     assert [line["evalScore"] for line in lines] == [line["evalMean@1"] for line in lines]
     assert all("evalLoss" in line for line in lines)
-    assert [one["answer"] for one in told[1]] == [generated(run.folder / "export", prompt) for prompt in asked[:3]]
+    assert [one["answer"] for one in told[1]] == [
+        generate_greedily(run.folder / "export", prompt) for prompt in asked[:3]
+    ]
     assert any(one["answer"] for one in told[1])
     shown = run.board.read_run()
     assert shown is not None
@@ -85,7 +87,7 @@ def test_answers_are_scored_shown_and_those_of_the_export(runs: Runs, tmp_path: 
 
 @pytest.mark.slow
 def test_a_prompt_without_its_reference_ends_the_run_before_it_trains(runs: Runs, tmp_path: Path) -> None:
-    run = runs.start(**job(written(tmp_path, [{"prompt": "say hello", "result": "hello"}])))
-    assert any(run.codes())
-    assert "has no field answer (it has result)" in run.said()
+    run = runs.start(**build_job(write_records(tmp_path, [{"prompt": "say hello", "result": "hello"}])))
+    assert any(run.await_exit_codes())
+    assert "has no field answer (it has result)" in run.read_log()
     assert not (run.folder / "steps.jsonl").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.runs import Runs, steps
+from trainer.runs import Runs, read_steps
 
 # Reading files whose path has this part fails, as on a disk with a bad block.
 SHIM = """
@@ -62,22 +62,22 @@ def test_a_run_outlives_an_error_of_its_disk(
     runs: Runs, shim: Path, monkeypatch: pytest.MonkeyPatch, *, lasts: bool
 ) -> None:
     longer: dict[str, Any] = {"training": {"maxSteps": 5}}
-    run = runs.finished()
+    run = runs.run_to_end()
     monkeypatch.setenv("LD_PRELOAD", str(shim))
     monkeypatch.setenv("FAILING_FILES", "/step-3.1.0/state-")
     # Libraries are loaded when a program starts, and not when one forks.
     runs.method = "spawn"
     failed = runs.start(attempt=2, **longer)
-    assert failed.codes() == [1], failed.said()
-    assert "step-3.1.0: state-00000.safetensors cannot be read: Input/output error" in failed.said()
+    assert failed.await_exit_codes() == [1], failed.read_log()
+    assert "step-3.1.0: state-00000.safetensors cannot be read: Input/output error" in failed.read_log()
     assert [*run.folder.glob("checkpoints/*/rejected.json")] == []
     if not lasts:
         monkeypatch.delenv("FAILING_FILES")
-    runs.finished(attempt=3, **longer)
-    again = [step.step for step in steps(run.folder) if step.attempt == 3]
+    runs.run_to_end(attempt=3, **longer)
+    again = [step.step for step in read_steps(run.folder) if step.attempt == 3]
     assert again == ([3, 4, 5] if lasts else [4, 5])
     monkeypatch.delenv("LD_PRELOAD")
     runs.method = "forkserver"
-    expected = [step.loss for step in steps(runs.finished("calm", **longer).folder)]
-    assert [step.loss for step in steps(run.folder) if step.step > 3] == expected[3:]
+    expected = [step.loss for step in read_steps(runs.run_to_end("calm", **longer).folder)]
+    assert [step.loss for step in read_steps(run.folder) if step.step > 3] == expected[3:]
     assert [*run.folder.glob("checkpoints/*/rejected.json")] == []

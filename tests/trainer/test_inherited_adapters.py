@@ -32,11 +32,11 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     started.close()
 
 
-def exported(runs: Runs, job: str) -> dict[str, Tensor]:
+def read_export(runs: Runs, job: str) -> dict[str, Tensor]:
     return load_file(runs.volume / job / "export" / "adapter_model.safetensors")
 
 
-def saved(runs: Runs, job: str) -> set[str]:
+def read_saved_state(runs: Runs, job: str) -> set[str]:
     """Return the state in the newest checkpoint of a job."""
     newest = max((runs.volume / job / "checkpoints").iterdir())
     names = set()
@@ -49,33 +49,33 @@ def saved(runs: Runs, job: str) -> set[str]:
 def test_the_adapters_of_another_job_go_on_in_another_layout_and_again_from_there(runs: Runs) -> None:
     training = {"lora": LORA, "maxSteps": 2, "optimizer": RATE}
     saving: dict[str, Any] = {"exportHuggingFace": True, "async": False}
-    runs.finished("first", training=training, checkpoint=saving)
-    learned = exported(runs, "first")
+    runs.run_to_end("first", training=training, checkpoint=saving)
+    learned = read_export(runs, "first")
     # An expert without tokens has learned nothing.
     assert all(tensor.abs().max() > 0 for name, tensor in learned.items() if "q_proj" in name)
     # At such a rate, what is exported is what it began with.
     still = training | {"maxSteps": 1, "optimizer": {"learningRate": 1e-30}}
     two: dict[str, Any] = {"parallelism": {"data": 2}, "training": still}
     for job, other in (("second", "first"), ("third", "second")):
-        runs.finished(job, **two, checkpoint=saving | {"resumeFrom": other})
-        found = exported(runs, job)
+        runs.run_to_end(job, **two, checkpoint=saving | {"resumeFrom": other})
+        found = read_export(runs, job)
         assert found.keys() == learned.keys()
         assert all((found[name] - tensor).abs().max() < 1e-20 for name, tensor in learned.items())
         # Beside adapters that stand beside published weights, there is nothing to save but adapters.
-        assert {name for name in saved(runs, job) if not name.endswith(("lora_a", "lora_b"))} == set()
+        assert {name for name in read_saved_state(runs, job) if not name.endswith(("lora_a", "lora_b"))} == set()
     # The same job again takes its own checkpoint, whatever it began with.
-    runs.finished("second", attempt=2, **two, checkpoint=saving | {"resumeFrom": "first"})
+    runs.run_to_end("second", attempt=2, **two, checkpoint=saving | {"resumeFrom": "first"})
 
 
 def test_adapters_on_weights_that_another_job_trained_are_saved_with_them(runs: Runs) -> None:
     training = {"maxSteps": 2, "optimizer": RATE}
-    runs.finished("whole", training=training)
-    runs.finished("adapters", training=training | {"lora": LORA}, checkpoint={"resumeFrom": "whole"})
-    assert "embedding.weight" in saved(runs, "adapters")
+    runs.run_to_end("whole", training=training)
+    runs.run_to_end("adapters", training=training | {"lora": LORA}, checkpoint={"resumeFrom": "whole"})
+    assert "embedding.weight" in read_saved_state(runs, "adapters")
     # Also where adapters of adapters begin there, and the same job continues.
     more = training | {"lora": LORA}
-    runs.finished("more", training=more, checkpoint={"resumeFrom": "adapters"})
-    assert "embedding.weight" in saved(runs, "more")
+    runs.run_to_end("more", training=more, checkpoint={"resumeFrom": "adapters"})
+    assert "embedding.weight" in read_saved_state(runs, "more")
 
 
 def test_adapters_on_weights_that_another_job_trained_are_not_held_against_the_published_ones(runs: Runs) -> None:
@@ -85,10 +85,10 @@ def test_adapters_on_weights_that_another_job_trained_are_not_held_against_the_p
     tiny.build_tokenizer().save_pretrained(folder)
     sections: dict[str, Any] = {"model": {"source": str(folder), "dtype": "float32"}}
     training, saving = {"maxSteps": 2, "optimizer": RATE}, {"exportHuggingFace": True, "async": False}
-    runs.finished("whole", **sections, training=training, checkpoint=saving)
+    runs.run_to_end("whole", **sections, training=training, checkpoint=saving)
     adapting = training | {"lora": LORA}
-    runs.finished("adapters", **sections, training=adapting, checkpoint=saving | {"resumeFrom": "whole"})
-    assert exported(runs, "adapters")
+    runs.run_to_end("adapters", **sections, training=adapting, checkpoint=saving | {"resumeFrom": "whole"})
+    assert read_export(runs, "adapters")
 
 
 def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> AdapterFacts:

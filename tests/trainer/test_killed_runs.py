@@ -14,7 +14,7 @@ import pytest
 from moejob_trainer.checkpoints import VerificationDepth, find_latest_checkpoint
 from moejob_trainer.checkpoints.names import MARKER, parse_step_folder
 from trainer import random_model
-from trainer.runs import Runs, Started, Step, eventually, steps
+from trainer.runs import Runs, StartedRanks, Step, await_result, read_steps
 
 KILLS = 12
 # Two ranks that share the experts, as in examples/tiny-sft.yaml.
@@ -42,7 +42,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
         _has_saved(run, newest + 2)
         # Within the next step and its save, however long they take on this machine.
         time.sleep(moments.uniform(0.0, time.monotonic() - saved_at))
-        assert run.is_running(), run.said()
+        assert run.is_running(), run.read_log()
         run.kill()
         assert _of_attempt(run, attempt)[0].step == newest + 1
         # What is on the disk is looked at with other eyes than those of the next attempt.
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
 
 @pytest.mark.slow
 def test_a_flipped_byte_in_any_file_is_found_and_the_older_checkpoint_taken(runs: Runs) -> None:
-    run = runs.finished(**TWO_RANKS)
+    run = runs.run_to_end(**TWO_RANKS)
     checkpoints = run.folder / "checkpoints"
     search = find_latest_checkpoint(checkpoints)
     assert search.checkpoint is not None
@@ -72,13 +72,13 @@ def test_a_flipped_byte_in_any_file_is_found_and_the_older_checkpoint_taken(runs
         assert damaged.checkpoint.folder.step == 2, path.name
         assert [refusal.folder.step for refusal in damaged.refusals] == [3]
     _flip(files[-1])
-    runs.finished(attempt=2, **TWO_RANKS, training={"maxSteps": 5})
+    runs.run_to_end(attempt=2, **TWO_RANKS, training={"maxSteps": 5})
     assert [step.step for step in _of_attempt(run, 2)] == [3, 4, 5]
     _is_undisturbed(runs, run.folder, **TWO_RANKS)
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> dict[str, Any]:
+def model_in_file(tmp_path: Path) -> dict[str, Any]:
     """A model whose weights lie in a file."""
     random_model.write(tmp_path / "model")
     return TWO_RANKS | {"model": {"source": str(tmp_path / "model")}}
@@ -86,17 +86,19 @@ def published(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_that_resumes_reads_its_checkpoint_and_not_the_published_weights_again(
-    runs: Runs, published: dict[str, Any]
+    runs: Runs, model_in_file: dict[str, Any]
 ) -> None:
-    run = runs.finished(**published)
-    expected = [step.loss for step in steps(runs.finished("calm", **published, training={"maxSteps": 5}).folder)]
-    (weights,) = Path(published["model"]["source"]).glob("*.safetensors")
+    run = runs.run_to_end(**model_in_file)
+    expected = [
+        step.loss for step in read_steps(runs.run_to_end("calm", **model_in_file, training={"maxSteps": 5}).folder)
+    ]
+    (weights,) = Path(model_in_file["model"]["source"]).glob("*.safetensors")
     held = weights.read_bytes()
     # The names and shapes stay; no number does.
     begin = 8 + int.from_bytes(held[:8], "little")
     weights.write_bytes(held[:begin] + b"\xff" * (len(held) - begin))
-    runs.finished(attempt=2, **published, training={"maxSteps": 5})
-    assert [step.loss for step in steps(run.folder)] == pytest.approx(expected, rel=1e-6)
+    runs.run_to_end(attempt=2, **model_in_file, training={"maxSteps": 5})
+    assert [step.loss for step in read_steps(run.folder)] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -104,65 +106,65 @@ def test_ranks_of_an_older_attempt_that_wake_up_commit_nothing(runs: Runs) -> No
     old = runs.start(attempt=1, **ENDLESS)
     _has_saved(old, 2)
     old.signal(signal.SIGSTOP)
-    asleep_at = steps(old.folder)[-1].step
-    new = runs.finished(attempt=2, **TWO_RANKS, training={"maxSteps": asleep_at + 3})
+    asleep_at = read_steps(old.folder)[-1].step
+    new = runs.run_to_end(attempt=2, **TWO_RANKS, training={"maxSteps": asleep_at + 3})
     kept = _contents(new.folder / "checkpoints")
     old.signal(signal.SIGCONT)
-    codes = old.codes()
+    codes = old.await_exit_codes()
     assert 1 in codes
-    assert "Superseded: " in old.said()
+    assert "Superseded: " in old.read_log()
     assert _contents(new.folder / "checkpoints") == kept
-    runs.finished(attempt=3, **TWO_RANKS, training={"maxSteps": asleep_at + 4})
+    runs.run_to_end(attempt=3, **TWO_RANKS, training={"maxSteps": asleep_at + 4})
     _is_undisturbed(runs, new.folder, **TWO_RANKS)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_next_documents_on_another_number_of_data_ranks(runs: Runs) -> None:
-    runs.finished(training={"maxSteps": 3})
-    runs.finished(attempt=2, parallelism={"data": 2}, training={"maxSteps": 6})
-    run = runs.finished(attempt=3, training={"maxSteps": 8})
-    alone = runs.finished("alone", training={"maxSteps": 8})
-    found = [(step.step, step.attempt) for step in steps(run.folder)]
+    runs.run_to_end(training={"maxSteps": 3})
+    runs.run_to_end(attempt=2, parallelism={"data": 2}, training={"maxSteps": 6})
+    run = runs.run_to_end(attempt=3, training={"maxSteps": 8})
+    alone = runs.run_to_end("alone", training={"maxSteps": 8})
+    found = [(step.step, step.attempt) for step in read_steps(run.folder)]
     assert found == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2), (7, 3), (8, 3)]
     # Other sums, rounded otherwise; another document would show in the second digit.
-    assert [step.loss for step in steps(run.folder)] == pytest.approx(
-        [step.loss for step in steps(alone.folder)], rel=1e-5
+    assert [step.loss for step in read_steps(run.folder)] == pytest.approx(
+        [step.loss for step in read_steps(alone.folder)], rel=1e-5
     )
 
 
 @pytest.mark.slow
 def test_a_run_ends_with_the_word_that_its_last_step_is_saved(runs: Runs) -> None:
     # Nothing is saved before the end, and that in the background.
-    run = runs.finished(**TWO_RANKS, checkpoint={"everySteps": 1000, "async": True})
-    again = runs.finished(attempt=2, **TWO_RANKS)
+    run = runs.run_to_end(**TWO_RANKS, checkpoint={"everySteps": 1000, "async": True})
+    again = runs.run_to_end(attempt=2, **TWO_RANKS)
     for told in (run.board.read_run(), again.board.read_run()):
         assert told is not None
         assert (told.step, told.total_steps, told.last_checkpoint_step) == (3, 3, 3)
-    assert len(steps(run.folder)) == 3
+    assert len(read_steps(run.folder)) == 3
 
 
 # --- what is looked at ----------------------------------------------------------------------------------------------
 
 
-def _has_saved(run: Started, step: int) -> None:
+def _has_saved(run: StartedRanks, step: int) -> None:
     def look() -> bool:
-        assert run.is_running(), run.said()
+        assert run.is_running(), run.read_log()
         complete = (parse_step_folder(path.parent.name) for path in run.folder.glob(f"checkpoints/*/{MARKER}"))
         return any(folder is not None and folder.step >= step for folder in complete)
 
-    eventually(look, f"the checkpoint of step {step}")
+    await_result(look, f"the checkpoint of step {step}")
 
 
-def _of_attempt(run: Started, attempt: int) -> list[Step]:
-    return [step for step in steps(run.folder) if step.attempt == attempt]
+def _of_attempt(run: StartedRanks, attempt: int) -> list[Step]:
+    return [step for step in read_steps(run.folder) if step.attempt == attempt]
 
 
 def _is_undisturbed(runs: Runs, folder: Path, **sections: Any) -> None:
     """Every loss that the run reports is the one of an undisturbed run, to the last bit."""
-    told = steps(folder)
+    told = read_steps(folder)
     last = max(step.step for step in told)
-    alone = runs.finished("undisturbed", **sections, training={"maxSteps": last}, checkpoint={"everySteps": 1000})
-    expected = {step.step: step.loss for step in steps(alone.folder)}
+    alone = runs.run_to_end("undisturbed", **sections, training={"maxSteps": last}, checkpoint={"everySteps": 1000})
+    expected = {step.step: step.loss for step in read_steps(alone.folder)}
     assert len(expected) == last
     assert {*expected.values()} != {next(iter(expected.values()))}
     assert [(step.step, step.loss) for step in told] == [(step.step, expected[step.step]) for step in told]

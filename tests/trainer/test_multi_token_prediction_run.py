@@ -60,7 +60,7 @@ def _modules(tensors: dict[str, torch.Tensor]) -> set[str]:
 
 
 def test_further_tokens_are_learned_told_of_and_published(runs: Runs, model: Path) -> None:
-    folder = runs.finished(**_settings(model, mtpLossCoefficient=0.5)).folder
+    folder = runs.run_to_end(**_settings(model, mtpLossCoefficient=0.5)).folder
     losses = [line["mtpLoss"] for line in _lines(folder)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
@@ -70,17 +70,17 @@ def test_further_tokens_are_learned_told_of_and_published(runs: Runs, model: Pat
     moved = {name for name in modules if not name.endswith("bias") and not torch.equal(before[name], after[name])}
     assert moved == {name for name in modules if not name.endswith("bias")}
     # What was published is a model to start from.
-    again = runs.finished("again", **_settings(folder / RunFile.EXPORT, maxSteps=1, mtpLossCoefficient=0.5)).folder
+    again = runs.run_to_end("again", **_settings(folder / RunFile.EXPORT, maxSteps=1, mtpLossCoefficient=0.5)).folder
     assert _lines(again)[0]["mtpLoss"] < losses[0]
 
 
 def test_a_run_that_learns_nothing_of_them_publishes_a_model_without(runs: Runs, model: Path) -> None:
-    folder = runs.finished(**_settings(model, maxSteps=1, mtpLossCoefficient=0)).folder
+    folder = runs.run_to_end(**_settings(model, maxSteps=1, mtpLossCoefficient=0)).folder
     assert "mtpLoss" not in _lines(folder)[0]
     assert _modules(_written(folder)) == set()
     assert json.loads((folder / RunFile.EXPORT / "config.json").read_text())["num_nextn_predict_layers"] == 0
     config = folder / RunFile.EXPORT / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": MODULES}))
     refused = runs.start("refused", **_settings(folder / RunFile.EXPORT, maxSteps=1))
-    assert ExitCode.BAD_CONFIGURATION in refused.codes()
-    assert "set training.mtpLossCoefficient to 0" in refused.said()
+    assert ExitCode.BAD_CONFIGURATION in refused.await_exit_codes()
+    assert "set training.mtpLossCoefficient to 0" in refused.read_log()

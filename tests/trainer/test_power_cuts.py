@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from block_images import FileSystem, Image, image
+from block_images import FileSystem, Image, make_image
 from moejob_trainer.checkpoints import find_latest_checkpoint
 from moejob_trainer.checkpoints.names import MARKER
-from trainer.runs import Runs, Started, eventually, steps
+from trainer.runs import Runs, StartedRanks, await_result, read_steps
 
 SECTIONS: dict[str, Any] = {
     "training": {"maxSteps": 6},
@@ -34,7 +34,7 @@ class Outage:
     """One run, and what losses of power at moments of it would have left."""
 
     image: Image
-    run: Started
+    run: StartedRanks
     folder: Path
     cuts: dict[str, Image] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Outage:
 
     def cut_when(self, name: str, happens: Callable[[], object], random_seconds: float = 0.0) -> None:
         """Take the state a moment after something has happened."""
-        eventually(lambda: happens() or not self.run.is_running(), name)
+        await_result(lambda: happens() or not self.run.is_running(), name)
         time.sleep(random_seconds)
         self.cut(name)
 
@@ -60,8 +60,8 @@ def mounts() -> Iterator[ExitStack]:
 
 
 def begun(folder: Path, kind: FileSystem, mounts: ExitStack) -> Outage:
-    made = image(folder / "volume.img", kind)
-    runs = Runs(mounts.enter_context(made.mounted(folder / "volume")))
+    made = make_image(folder / "volume.img", kind)
+    runs = Runs(mounts.enter_context(made.mount(folder / "volume")))
     mounts.callback(runs.close)
     return Outage(made, runs.start(**SECTIONS), folder)
 
@@ -73,7 +73,7 @@ def test_a_run_that_loses_power_goes_on_by_itself_to_the_same_weights(tmp_path: 
     outage.cut_when("data prepared", lambda: [*place.glob("data/*/report.json")])
     outage.cut_when("a checkpoint", lambda: [*place.glob(f"checkpoints/*/{MARKER}")], moments.uniform(0, 0.3))
     outage.cut_when("exported", (place / "export").exists)
-    assert not any(outage.run.codes()), outage.run.said()
+    assert not any(outage.run.await_exit_codes()), outage.run.read_log()
     outage.cut("ended")
     _all_go_on(outage, tmp_path)
 
@@ -88,7 +88,7 @@ def test_a_run_that_loses_power_at_any_of_many_moments_goes_on_by_itself(
     while outage.run.is_running():
         outage.cut(f"moment {len(outage.cuts)}")
         time.sleep(moments.uniform(0.05, 0.6))
-    assert not any(outage.run.codes()), outage.run.said()
+    assert not any(outage.run.await_exit_codes()), outage.run.read_log()
     outage.cut("ended")
     assert len(outage.cuts) > 5
     _all_go_on(outage, tmp_path)
@@ -97,7 +97,7 @@ def test_a_run_that_loses_power_at_any_of_many_moments_goes_on_by_itself(
 def _all_go_on(outage: Outage, folder: Path) -> None:
     expected = _contents(outage.run.folder / "export")
     for number, (name, cut) in enumerate(outage.cuts.items()):
-        with cut.mounted(folder / f"cut-{number}") as volume:
+        with cut.mount(folder / f"cut-{number}") as volume:
             place = volume / "job"
             assert _empty_files(place) == [], name
             _require_lines(place)
@@ -105,13 +105,13 @@ def _all_go_on(outage: Outage, folder: Path) -> None:
                 assert _contents(place / "export") == expected, name
             runs = Runs(volume)
             try:
-                runs.finished(attempt=2, **SECTIONS)
+                runs.run_to_end(attempt=2, **SECTIONS)
             finally:
                 runs.close()
             assert _contents(place / "export") == expected, name
             _require_loads(place / "export")
             assert [*place.glob("template/*")], name
-            assert [step.step for step in steps(place)][-1] == SECTIONS["training"]["maxSteps"]
+            assert [step.step for step in read_steps(place)][-1] == SECTIONS["training"]["maxSteps"]
         cut.path.unlink()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moejob_trainer.checkpoints.adapter_compatibility import refuse_other_adapters
 from moejob_trainer.errors import BadConfiguration
-from trainer.runs import Runs, steps
+from trainer.runs import Runs, read_steps
 from trainer.test_inherited_adapters import LORA, RATE, of
 
 DONE, ALL = 2, 5
@@ -24,8 +24,8 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     started.close()
 
 
-def losses(runs: Runs, job: str) -> dict[int, float]:
-    return {step.step: step.loss for step in steps(runs.volume / job)}
+def read_losses(runs: Runs, job: str) -> dict[int, float]:
+    return {step.step: step.loss for step in read_steps(runs.volume / job)}
 
 
 @pytest.mark.parametrize("lora", [pytest.param(None, id="all weights"), pytest.param(LORA, id="adapters")])
@@ -33,13 +33,13 @@ def test_another_job_goes_on_in_another_layout_with_the_losses_of_one_run(
     runs: Runs, lora: dict[str, Any] | None
 ) -> None:
     training = {"optimizer": RATE} | ({} if lora is None else {"lora": lora})
-    runs.finished("whole", training=training | {"maxSteps": ALL})
-    runs.finished("first", training=training | {"maxSteps": DONE}, parallelism={"data": 2})
+    runs.run_to_end("whole", training=training | {"maxSteps": ALL})
+    runs.run_to_end("first", training=training | {"maxSteps": DONE}, parallelism={"data": 2})
     other: dict[str, Any] = {"parallelism": {"pipeline": 2}, "checkpoint": RUN}
-    runs.finished("second", training=training | {"maxSteps": ALL - 1}, **other)
+    runs.run_to_end("second", training=training | {"maxSteps": ALL - 1}, **other)
     # Its own checkpoints count from the first one on, which would have been the other's.
-    runs.finished("second", attempt=2, training=training | {"maxSteps": ALL}, **other)
-    whole, second = losses(runs, "whole"), losses(runs, "second")
+    runs.run_to_end("second", attempt=2, training=training | {"maxSteps": ALL}, **other)
+    whole, second = read_losses(runs, "whole"), read_losses(runs, "second")
     assert list(second) == list(range(DONE + 1, ALL + 1))
     assert second == pytest.approx({step: whole[step] for step in second}, rel=1e-6)
 

@@ -55,7 +55,7 @@ def test_a_reward_that_cannot_work_ends_the_run_without_an_engine(
                 "rollout": {"placement": "Separate", "sync": "Gloo"},
             },
         )
-        assert code in run.codes()
-        assert says in run.said()
+        assert code in run.await_exit_codes()
+        assert says in run.read_log()
     finally:
         runs.close()

@@ -20,7 +20,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from listening import Listening, watched
+from listening import Listening, watch_process
 from trainer.held_out_loss import held_out_loss
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyRun, Ti
     folder = tmp_path_factory.mktemp("runs")
     calm, killed = started(folder, "calm"), started(folder, "killed")
     with ended_by_force(calm, killed):
-        with watched(killed.process.pid) as killed.listening:
+        with watch_process(killed.process.pid) as killed.listening:
             until = time.monotonic() + LONGEST_SECONDS
             while len(killed.lines()) < 3 and time.monotonic() < until and killed.process.poll() is None:
                 time.sleep(0.01)
@@ -132,7 +132,7 @@ def test_no_engine_of_a_run_can_be_reached_from_other_machines(tmp_path: Path) -
     # Rank 0 and the engine's workers are a process group, as they are not with Disk.
     job["spec"]["grpo"] |= {"rollout": {"placement": "Separate", "sync": "Gloo", "tensor": 2}, "temperature": 0.9}
     run = _started(tmp_path, "reinforced", job)
-    with ended_by_force(run), watched(run.process.pid) as run.listening:
+    with ended_by_force(run), watch_process(run.process.pid) as run.listening:
         run.ended()
     assert len(run.listening.places) > 2, "the trainer, the engine and its workers listen"
     assert run.listening.reachable == set()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_api.contract.pods import RunFile, RunOwner, fence_token_name, parse_token_name
 from moejob_trainer.checkpoints.manifest import (
     CheckpointManifest,
@@ -34,9 +34,9 @@ from moejob_trainer.rewards.completion import FailureKind, RewardFailed
 from moejob_trainer.rewards.functions import validate_scores
 from moejob_trainer.rewards.messages import WorkerFailure, WorkerReply, read_reply
 from moejob_trainer.rewards.service import parse_scores
-from trainer.checkpoints.stand_ins import facts
+from trainer.checkpoints.stand_ins import make_facts
 
-WHOLE = build_manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).to_json()
+WHOLE = build_manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], make_facts(20)).to_json()
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def memory() -> Iterator[Path]:
 
 def test_a_damaged_manifest_or_marker_is_never_trusted(memory: Path) -> None:
     vouched = build_marker(WHOLE).to_json()
-    for draw in drawn():
-        content, beside = damaged(draw, [WHOLE]), damaged(draw, [vouched])
+    for draw in random_sources():
+        content, beside = damage_sample(draw, [WHOLE]), damage_sample(draw, [vouched])
         # One is damaged and vouched for, or neither belongs to the other.
         is_forged = draw.random() < 0.5
         (memory / MANIFEST).write_bytes(content)
@@ -67,8 +67,8 @@ def test_a_run_folder_whose_owner_file_is_damaged_is_left_alone(memory: Path) ->
     mine = RunOwner(job="sft", uid="1234")
     written = memory / RunFile.OWNER
     content = mine.model_dump_json().encode()
-    for draw in drawn():
-        wrong = damaged(draw, [content])
+    for draw in random_sources():
+        wrong = damage_sample(draw, [content])
         written.write_bytes(wrong)
         with suppress(BadConfiguration):
             acquire_run_folder(memory, mine)
@@ -76,8 +76,8 @@ def test_a_run_folder_whose_owner_file_is_damaged_is_left_alone(memory: Path) ->
 
 
 def test_a_file_name_is_a_fence_token_or_none() -> None:
-    for draw in drawn():
-        name = damaged(draw, [fence_token_name(3, 1).encode()]).decode(errors="replace")
+    for draw in random_sources():
+        name = damage_sample(draw, [fence_token_name(3, 1).encode()]).decode(errors="replace")
         found = parse_token_name(name)
         assert found is None or parse_token_name(fence_token_name(*found)) == found
 
@@ -85,11 +85,11 @@ def test_a_file_name_is_a_fence_token_or_none() -> None:
 def test_a_message_of_a_rank_is_of_the_type_that_is_expected_or_is_refused() -> None:
     kind = TypeAdapter(dict[str, list[float]])
     text = encode_message({"loss": [1.5, float("nan")]}, kind)
-    for draw in drawn():
+    for draw in random_sources():
         with suppress(BadMessage):
             assert all(
                 isinstance(value, float)
-                for row in decode_message(damaged(draw, [text]), kind).values()
+                for row in decode_message(damage_sample(draw, [text]), kind).values()
                 for value in row
             )
 
@@ -99,12 +99,12 @@ def test_an_answer_of_a_reward_is_finite_numbers_or_a_failure_with_a_reason() ->
     line = WorkerReply(request=1, scores=(0.5, 1.0, -2e3)).model_dump_json().encode()
     failed = WorkerReply(request=1, failure=WorkerFailure(kind=FailureKind.EXCEPTION, message="no")).model_dump_json()
     readable = 0
-    for draw in drawn():
+    for draw in random_sources():
         with suppress(RewardFailed):
-            assert all(map(math.isfinite, validate_scores(parse_scores(damaged(draw, [scores])), 3)))
+            assert all(map(math.isfinite, validate_scores(parse_scores(damage_sample(draw, [scores])), 3)))
             readable += 1
         with suppress(RewardFailed):
-            answer = read_reply(damaged(draw, [line, failed.encode()]))
+            answer = read_reply(damage_sample(draw, [line, failed.encode()]))
             assert all(map(math.isfinite, answer.scores))
             readable += 1
     assert readable > 0
@@ -135,10 +135,10 @@ def test_the_store_answers_strangers_nothing_and_its_own_within_bounds() -> None
 
     async def story() -> int:
         answers = 0
-        for draw in drawn():
+        for draw in random_sources():
             for serves in (server._serve_client, server._reply_to_requests):  # noqa: SLF001 the second is behind the proof of a key
                 reader, writer = asyncio.StreamReader(), _Writer()
-                reader.feed_data(damaged(draw, frames))
+                reader.feed_data(damage_sample(draw, frames))
                 reader.feed_eof()
                 try:
                     await serves(reader, writer)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.training import Document
 
 
-def document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002
+def make_document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002
     """A document whose tokens tell which document they are of and where they stand in it."""
     return Document(
         tokens=np.arange(length) + 1000 * (id + 1),
@@ -27,9 +27,9 @@ def document(length: int, id: int = 0, weights: Sequence[float] | None = None, *
     )
 
 
-def documents(*lengths: int) -> list[Document]:
+def make_documents(*lengths: int) -> list[Document]:
     """Documents of these lengths, numbered."""
-    return [document(length, number) for number, length in enumerate(lengths)]
+    return [make_document(length, number) for number, length in enumerate(lengths)]
 
 
 def user(content: str) -> dict[str, Any]:
@@ -42,24 +42,24 @@ def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def chat(*contents: str) -> dict[str, Any]:
+def make_chat(*contents: str) -> dict[str, Any]:
     """A conversation in which user and assistant take turns."""
     return {"messages": [(assistant if n % 2 else user)(content) for n, content in enumerate(contents)]}
 
 
-def jsonl(path: Path, *records: Mapping[str, Any] | str) -> Path:
+def write_jsonl(path: Path, *records: Mapping[str, Any] | str) -> Path:
     """A file of records, each JSON or, where it should be broken, the line itself."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
-def dataset(source: Path | str, format: DataFormat = DataFormat.TEXT, weight: float = 1.0) -> Dataset:  # noqa: A002
+def make_source(source: Path | str, format: DataFormat = DataFormat.TEXT, weight: float = 1.0) -> Dataset:  # noqa: A002
     """A source of spec.data."""
     return Dataset(source=str(source), format=format, weight=weight)
 
 
-def recipe(
+def make_recipe(
     *sources: Dataset,
     max_length: int = 256,
     overlong: OverlongSamples = OverlongSamples.DROP,
@@ -70,7 +70,7 @@ def recipe(
 ) -> EncodingRecipe:
     """A recipe for the tiny model."""
     data = Data(
-        train=sources or (dataset("moejob/tiny-chats", DataFormat.CHAT),),
+        train=sources or (make_source("moejob/tiny-chats", DataFormat.CHAT),),
         max_length=max_length,
         overlong=overlong,
         seed=seed,
@@ -80,7 +80,7 @@ def recipe(
     return EncodingRecipe(Model(source="moejob/tiny-moe"), data, vocabulary=512, claims=claims)
 
 
-def corpora(folder: Path, using: EncodingRecipe) -> list[Corpus]:
+def prepare_corpora(folder: Path, using: EncodingRecipe) -> list[Corpus]:
     """The training data of a recipe, prepared below a folder."""
     return [Corpus(path) for path in prepare_datasets(using.data.train, using, folder)]
 

@@ -41,7 +41,7 @@ PRELOADED = [
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailure:
     """The error of a rank, in place of a result."""
 
     text: str
@@ -59,14 +59,14 @@ class Worlds:
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the results of `function(*arguments)` on each rank of a new world. It has to be importable."""
-        self._start(size)
+        self._start_ranks(size)
         self._made += 1
         store = str(self._folder / f"store-{self._made}")
-        asked = [connection for _, connection in self._ranks[:size]]
-        for rank, connection in enumerate(asked):
-            connection.send_bytes(_packed((store, rank, size, function, arguments)))
-        answers = self._answers(asked)
-        failed = [answer.text for answer in answers if isinstance(answer, Failed)]
+        connections = [connection for _, connection in self._ranks[:size]]
+        for rank, connection in enumerate(connections):
+            connection.send_bytes(_pack_value((store, rank, size, function, arguments)))
+        answers = self._collect_results(connections)
+        failed = [answer.text for answer in answers if isinstance(answer, RankFailure)]
         if failed:
             # Ranks that wait for one that failed cannot be used again.
             self.close()
@@ -81,61 +81,65 @@ class Worlds:
             process.join()
         self._ranks = []
 
-    def _start(self, size: int) -> None:
+    def _start_ranks(self, size: int) -> None:
         if size > self._size:
             raise ValueError(f"a world of {size} ranks was asked for, but there are {self._size}")
         while len(self._ranks) < size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve_requests, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
-    def _answers(self, asked: list[Connection]) -> list[Any]:
+    def _collect_results(self, connections: list[Connection]) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(answers) < len(asked) and not any(isinstance(answer, Failed) for answer in answers.values()):
-            silent = [connection for rank, connection in enumerate(asked) if rank not in answers]
+        while len(answers) < len(connections) and not any(
+            isinstance(answer, RankFailure) for answer in answers.values()
+        ):
+            silent = [connection for rank, connection in enumerate(connections) if rank not in answers]
             ready = wait(silent, max(0.0, deadline - time.monotonic()))
             for connection in ready:
                 assert isinstance(connection, Connection)
-                answers[asked.index(connection)] = _received(connection)
+                answers[connections.index(connection)] = _receive_result(connection)
             if not ready:
-                return [Failed(f"{len(silent)} of {len(asked)} ranks did not answer in {DEADLINE_SECONDS} s")]
-        if len(answers) < len(asked):
+                return [
+                    RankFailure(f"{len(silent)} of {len(connections)} ranks did not answer in {DEADLINE_SECONDS} s")
+                ]
+        if len(answers) < len(connections):
             # Who failed first is the cause; who waits for it has nothing to say.
-            return [answer for answer in answers.values() if isinstance(answer, Failed)]
-        return [answers[rank] for rank in range(len(asked))]
+            return [answer for answer in answers.values() if isinstance(answer, RankFailure)]
+        return [answers[rank] for rank in range(len(connections))]
 
 
-def _received(connection: Connection) -> Any:
+def _receive_result(connection: Connection) -> Any:
     try:
-        return _unpacked(connection.recv_bytes())
+        return _unpack_value(connection.recv_bytes())
     except EOFError:
-        return Failed("the rank died without a word")
+        return RankFailure("the rank died without a word")
 
 
-def _serve(connection: Connection) -> None:
+def _serve_requests(connection: Connection) -> None:
     # What was imported before the fork is never garbage: to look through it after each world takes a third of a second.
     gc.freeze()
     with suppress(EOFError):
         while True:
-            store, rank, size, function, arguments = _unpacked(connection.recv_bytes())
-            connection.send_bytes(_packed(_answer(store, rank, size, function, arguments)))
+            store, rank, size, function, arguments = _unpack_value(connection.recv_bytes())
+            connection.send_bytes(_pack_value(_run_function(store, rank, size, function, arguments)))
 
 
-def _packed(value: Any) -> bytes:
+def _pack_value(value: Any) -> bytes:
     # Otherwise tensors would travel as shared memory, which ends with the rank that made it.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _unpacked(packed: bytes) -> Any:
+def _unpack_value(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
 
 
-def _answer(store: str, rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _run_function(store: str, rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     dist.init_process_group(
         cpu_backend(),
         init_method=f"file://{store}",
@@ -146,7 +150,7 @@ def _answer(store: str, rank: int, size: int, function: Callable[..., Any], argu
     try:
         return function(*arguments)
     except BaseException:  # noqa: BLE001 whatever a test raises is its answer
-        return Failed(traceback.format_exc())
+        return RankFailure(traceback.format_exc())
     finally:
         dist.destroy_process_group()
         # Models hold groups, and gradient hooks hold models in cycles: without this, hundreds of idle threads of gloo

@@ -9,14 +9,14 @@ import pytest
 
 from api_server import Answer, ApiServer, Body, job_body
 from broken_specs import BROKEN_SPECS
-from builders import GRPO, SFT, merged, spec
+from builders import GRPO, SFT, merge_sections, spec
 from moejob_api.crd.policy import SEPARATOR, refusal_message
 from moejob_api.documents import parse_job
 from moejob_api.job import MoETrainingJob, Spec
 from moejob_api.rules.object_rules import OBJECT_RULES
 
 # Every optional section, with nothing in it that could be left out: what is inside must come by itself.
-SPARSE: Body = merged(
+SPARSE: Body = merge_sections(
     GRPO,
     {
         "training": {"optimizer": {}, "lora": {}},
@@ -37,7 +37,7 @@ def test_the_definition_is_accepted(api_server: ApiServer) -> None:
 
 @pytest.mark.parametrize("given", [SFT, GRPO, SPARSE], ids=["sft", "grpo", "sparse"])
 def test_defaults_are_those_of_the_models(api_server: ApiServer, given: Body) -> None:
-    [answer] = api_server.created(job_body(given))
+    [answer] = api_server.create_objects(job_body(given))
     model = Spec.model_validate_json(json.dumps(given))
     assert answer.errors == answer.unknown == ()
     assert answer.stored["spec"] == model.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -45,13 +45,13 @@ def test_defaults_are_those_of_the_models(api_server: ApiServer, given: Body) ->
 
 def test_a_stored_job_is_read_as_what_was_written(api_server: ApiServer) -> None:
     bodies = [job_body(given) for given in (SFT, GRPO, SPARSE)]
-    for body, answer in zip(bodies, api_server.created(*bodies), strict=True):
+    for body, answer in zip(bodies, api_server.create_objects(*bodies), strict=True):
         assert parse_job(answer.stored).spec == parse_job(body).spec
 
 
 def test_every_broken_spec_is_refused_with_the_summaries_of_the_rules_it_breaks(api_server: ApiServer) -> None:
     models = [spec(**case.sections) for case in BROKEN_SPECS]
-    answers = api_server.created(*(job_body(_body(model)) for model in models))
+    answers = api_server.create_objects(*(job_body(_body(model)) for model in models))
     for case, model, answer in zip(BROKEN_SPECS, models, answers, strict=True):
         broken = SEPARATOR.join(refusal_message(rule) for rule in OBJECT_RULES if rule.complaint(model))
         assert answer.errors == ((f"policy: {broken}",) if broken else ()), case.id
@@ -66,16 +66,18 @@ def test_the_longest_lists_are_within_the_budget_of_the_policy(api_server: ApiSe
             "tolerations": [{"operator": "Exists", "key": f"k{number}"} for number in range(64)],
         },
     }
-    new = job_body(merged(SFT, lists))
-    suspended = job_body(merged(merged(SFT, lists), {"lifecycle": {"suspend": True}}))
-    assert [answer.errors for answer in (*api_server.created(new), *api_server.updated((suspended, new)))] == [(), ()]
+    new = job_body(merge_sections(SFT, lists))
+    suspended = job_body(merge_sections(merge_sections(SFT, lists), {"lifecycle": {"suspend": True}}))
+    assert [
+        answer.errors for answer in (*api_server.create_objects(new), *api_server.replace_objects((suspended, new)))
+    ] == [(), ()]
 
 
 def test_a_job_that_older_rules_took_keeps_its_labels_changeable(api_server: ApiServer) -> None:
-    broken = merged(SFT, {"training": {"epochs": 1}})
-    [labelled, changed] = api_server.updated(
+    broken = merge_sections(SFT, {"training": {"epochs": 1}})
+    [labelled, changed] = api_server.replace_objects(
         (job_body(broken), job_body(broken, labels={"team": "a"})),
-        (job_body(broken), job_body(merged(broken, {"lifecycle": {"suspend": True}}))),
+        (job_body(broken), job_body(merge_sections(broken, {"lifecycle": {"suspend": True}}))),
     )
     assert labelled.errors == ()
     assert "exactly one of maxSteps and epochs" in " ".join(changed.errors)
@@ -91,13 +93,13 @@ def test_a_job_that_older_rules_took_keeps_its_labels_changeable(api_server: Api
     ],
 )
 def test_names_are_checked(api_server: ApiServer, name: str, says: str | None) -> None:
-    [answer] = api_server.created(job_body(SFT, name))
+    [answer] = api_server.create_objects(job_body(SFT, name))
     assert (says is None and answer.errors == ()) or (says is not None and says in " ".join(answer.errors))
 
 
 # --- what may change ------------------------------------------------------------------------------------------------
 
-FULL = merged(
+FULL = merge_sections(
     SPARSE,
     {
         "lifecycle": {"queue": "q"},
@@ -134,14 +136,16 @@ FULL = merged(
 def test_a_change_is_refused_by_the_section_it_is_in(
     api_server: ApiServer, old: Body, change: Body, named: str
 ) -> None:
-    [answer] = api_server.updated((job_body(old), job_body(merged(old, change))))
+    [answer] = api_server.replace_objects((job_body(old), job_body(merge_sections(old, change))))
     refused = f"policy: {named} is immutable; create a new job"
     # An empty list of data is refused before any rule is asked.
     assert any(error.startswith((refused, f"{named}.")) for error in answer.errors)
 
 
 def test_whoever_wants_another_layout_is_told_how_to_go_on_in_it(api_server: ApiServer) -> None:
-    [answer] = api_server.updated((job_body(SFT), job_body(merged(SFT, {"parallelism": {"tensor": 2}}))))
+    [answer] = api_server.replace_objects(
+        (job_body(SFT), job_body(merge_sections(SFT, {"parallelism": {"tensor": 2}})))
+    )
     assert any(
         "checkpoint.resumeFrom names this one, with resume: Run, to go on in it" in said for said in answer.errors
     )
@@ -150,11 +154,11 @@ def test_whoever_wants_another_layout_is_told_how_to_go_on_in_it(api_server: Api
 @pytest.mark.parametrize("section", sorted(FULL))
 def test_setting_a_section_to_null_first_does_not_get_past_immutability(api_server: ApiServer, section: str) -> None:
     body = job_body(FULL)
-    [answer] = api_server.updated((body, job_body({**FULL, section: None})))
+    [answer] = api_server.replace_objects((body, job_body({**FULL, section: None})))
     # What has defaults comes back as them, what is required is missed: in no case is the section simply gone.
     refused = (f"spec.{section}", f"policy: spec.{section}")
     assert any(error.startswith(refused) for error in answer.errors) or _sections(answer) == _sections(
-        *api_server.created(body)
+        *api_server.create_objects(body)
     )
 
 
@@ -169,13 +173,13 @@ def test_setting_a_section_to_null_first_does_not_get_past_immutability(api_serv
     ],
 )
 def test_the_life_of_a_job_may_be_changed_and_changed_back(api_server: ApiServer, change: Body) -> None:
-    before, after = job_body(FULL), job_body(merged(FULL, {"lifecycle": change}))
-    assert [answer.errors for answer in api_server.updated((before, after), (after, before))] == [(), ()]
+    before, after = job_body(FULL), job_body(merge_sections(FULL, {"lifecycle": change}))
+    assert [answer.errors for answer in api_server.replace_objects((before, after), (after, before))] == [(), ()]
 
 
 def test_writing_a_default_out_changes_nothing(api_server: ApiServer) -> None:
     defaults = Spec.model_validate_json(json.dumps(FULL)).model_dump(mode="json", by_alias=True, exclude_none=True)
-    [answer] = api_server.updated((job_body(FULL), job_body(defaults)))
+    [answer] = api_server.replace_objects((job_body(FULL), job_body(defaults)))
     assert answer.errors == ()
 
 
@@ -216,7 +220,7 @@ STATUS: Body = {
 
 def test_a_status_is_stored_with_the_models_defaults_and_shown_in_columns(api_server: ApiServer) -> None:
     old = job_body(SFT)
-    [answer] = api_server.updated((old, {**old, "status": STATUS}), verb="updateStatus")
+    [answer] = api_server.replace_objects((old, {**old, "status": STATUS}), verb="updateStatus")
     model = parse_job({**old, "status": STATUS}).status
     assert answer.errors == ()
     assert model is not None
@@ -225,14 +229,14 @@ def test_a_status_is_stored_with_the_models_defaults_and_shown_in_columns(api_se
 
 
 def test_a_job_without_status_prints_empty_columns(api_server: ApiServer) -> None:
-    [answer] = api_server.created(job_body(SFT))
+    [answer] = api_server.create_objects(job_body(SFT))
     assert answer.cells[:4] == ("job", "SFT", None, None)
 
 
 def test_a_user_cannot_write_the_status_nor_the_operator_the_spec(api_server: ApiServer) -> None:
     old = job_body(SFT)
-    [created] = api_server.created({**old, "status": STATUS})
-    [written] = api_server.updated((old, job_body(GRPO)), verb="updateStatus")
+    [created] = api_server.create_objects({**old, "status": STATUS})
+    [written] = api_server.replace_objects((old, job_body(GRPO)), verb="updateStatus")
     assert "status" not in created.stored
     assert written.stored["spec"]["method"] == "SFT"
 
@@ -247,13 +251,13 @@ def test_a_user_cannot_write_the_status_nor_the_operator_the_spec(api_server: Ap
 )
 def test_a_status_that_the_model_has_no_words_for_is_refused(api_server: ApiServer, status: Body) -> None:
     old = job_body(SFT)
-    [answer] = api_server.updated((old, {**old, "status": status}), verb="updateStatus")
+    [answer] = api_server.replace_objects((old, {**old, "status": status}), verb="updateStatus")
     assert any(error.startswith("status") for error in answer.errors)
 
 
 def test_an_environment_variable_given_twice_is_refused(api_server: ApiServer) -> None:
-    twice = merged(SFT, {"resources": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}})
-    [answer] = api_server.created(job_body(twice))
+    twice = merge_sections(SFT, {"resources": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}})
+    [answer] = api_server.create_objects(job_body(twice))
     assert "spec.resources.env[1]: Duplicate value" in " ".join(answer.errors)
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from api_server import Answer, ApiServer, Body, job_body
-from field_cases import SPEC, Step, places, spec_with, values
+from field_cases import SPEC, Step, field_places, field_values, spec_with
 from moejob_api.crd.policy import SEPARATOR, refusal_message
 from moejob_api.documents import parse_job
 from moejob_api.job import MoETrainingJob
@@ -16,14 +16,14 @@ from moejob_api.job.fields import JobField
 from moejob_api.problems import InvalidSpec
 from moejob_api.rules.object_rules import OBJECT_RULES
 
-PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in places(SPEC)]
+PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in field_places(SPEC)]
 
 
 @pytest.mark.parametrize(("place", "field"), PLACES)
 def test_a_value_is_taken_or_refused_alike(api_server: ApiServer, place: tuple[Step, ...], field: JobField) -> None:
-    for value, is_fine in values(field):
+    for value, is_fine in field_values(field):
         body = job_body(spec_with(place, value))
-        [answer] = api_server.created(copy.deepcopy(body))
+        [answer] = api_server.create_objects(copy.deepcopy(body))
         ours = _read(body)
         said = f"{json.dumps(value)[:200]}: {ours} / {answer.errors} {answer.unknown}"
         assert (isinstance(ours, MoETrainingJob), _accepts(answer)) == (is_fine, is_fine), said
@@ -38,7 +38,7 @@ def test_null_means_what_it_means_to_the_api_server(
     api_server: ApiServer, place: tuple[Step, ...], field: JobField
 ) -> None:
     body = job_body(spec_with(place, None))
-    [answer] = api_server.created(copy.deepcopy(body))
+    [answer] = api_server.create_objects(copy.deepcopy(body))
     ours = _read(body)
     assert isinstance(ours, MoETrainingJob) == _accepts(answer), (ours, answer.errors)
     if isinstance(ours, MoETrainingJob):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from api_server import job_body
 from builders import GRPO, SFT
-from calls import calls_of
+from calls import count_calls
 from moejob_api.documents import parse_job, read_file, read_job
 from moejob_api.documents.reading import MAX_BYTES
 from moejob_api.documents.tree import parse_documents
@@ -128,7 +128,7 @@ def test_a_name_that_kubectl_keeps_is_kept(key: str) -> None:
 def test_a_typical_job_is_read_with_little_work() -> None:
     read_job(JOB, "job.yaml")
     # 1,322, which are two milliseconds; YAML in Python alone takes ten times as many.
-    assert calls_of(lambda: read_job(JOB, "job.yaml")) < 3000
+    assert count_calls(lambda: read_job(JOB, "job.yaml")) < 3000
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

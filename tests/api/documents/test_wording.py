@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from api_server import job_body
-from builders import GRPO, SFT, merged
-from field_cases import SPEC, Step, places, spec_with, values
+from builders import GRPO, SFT, merge_sections
+from field_cases import SPEC, Step, field_places, field_values, spec_with
 from moejob_api.documents import parse_job
 from moejob_api.documents.wording import MAX_PROBLEMS, PATTERNS
 from moejob_api.job.fields import JobField, job_fields
 from moejob_api.problems import InvalidSpec, Problem
 
-PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in places(SPEC)]
+PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in field_places(SPEC)]
 JARGON = re.compile(
     r"pydantic|Input should|Extra inputs|Field required|valid (integer|string|dict)|https?://|[_a-z]+=|None\\b"
 )
@@ -29,9 +29,9 @@ def problems(body: Any) -> tuple[Problem, ...]:
     return refused.value.problems
 
 
-def said(**sections: Any) -> list[str]:
+def read_messages(**sections: Any) -> list[str]:
     """Return what is said about an SFT job with sections laid over it."""
-    return [str(problem) for problem in problems(job_body(merged(SFT, sections)))]
+    return [str(problem) for problem in problems(job_body(merge_sections(SFT, sections)))]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def said(**sections: Any) -> list[str]:
     ],
 )
 def test_a_mistake_is_one_sentence(sections: dict[str, Any], sentence: str) -> None:
-    assert said(**sections) == [sentence]
+    assert read_messages(**sections) == [sentence]
 
 
 def test_every_mistake_is_told_at_once() -> None:
@@ -195,7 +195,9 @@ def test_every_mistake_is_told_at_once() -> None:
 
 
 def test_a_missing_section_is_named() -> None:
-    assert said(storage=None) == ["spec.storage: is missing; it must be a mapping with fields such as claimName"]
+    assert read_messages(storage=None) == [
+        "spec.storage: is missing; it must be a mapping with fields such as claimName"
+    ]
 
 
 def test_a_flood_of_mistakes_is_cut() -> None:
@@ -205,13 +207,13 @@ def test_a_flood_of_mistakes_is_cut() -> None:
 
 
 def test_a_long_value_is_cut() -> None:
-    assert len(said(model={"dtype": "x" * 10_000})[0]) < 200
+    assert len(read_messages(model={"dtype": "x" * 10_000})[0]) < 200
 
 
 @pytest.mark.parametrize(("place", "field"), PLACES)
 def test_no_refusal_speaks_pydantic_and_all_name_their_field(place: tuple[Step, ...], field: JobField) -> None:
     path = "spec" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-    for value, is_fine in values(field):
+    for value, is_fine in field_values(field):
         if not is_fine:
             for problem in problems(job_body(spec_with(place, value))):
                 assert problem.path.startswith(path), json.dumps(value)

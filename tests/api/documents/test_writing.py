@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_server import job_body
-from builders import GRPO, SFT, job, merged
-from field_cases import SPEC, example
+from builders import GRPO, SFT, job, merge_sections
+from field_cases import SPEC, build_example
 from moejob_api.documents import dump_job, parse_job, read_job, yaml_text
 from moejob_api.documents.tree import parse_documents
 
@@ -66,7 +66,7 @@ def test_what_the_cluster_sets_is_not_written() -> None:
     assert dump_job(parse_job(body)) == dump_job(parse_job(job_body(SFT)))
 
 
-@pytest.mark.parametrize("spec", [SFT, GRPO, example(SPEC)], ids=["sft", "grpo", "every field"])
+@pytest.mark.parametrize("spec", [SFT, GRPO, build_example(SPEC)], ids=["sft", "grpo", "every field"])
 def test_a_written_job_is_read_as_what_it_was(spec: dict[str, Any]) -> None:
     given = parse_job(job_body(spec, labels={"on": "yes", "a/b": "1e-5"}))
     text = dump_job(given)
@@ -78,7 +78,7 @@ def test_a_written_job_is_read_as_what_it_was(spec: dict[str, Any]) -> None:
 def test_any_text_and_number_comes_back(template: str, value: str, rate: float, labels: dict[str, str]) -> None:
     given = parse_job(
         job_body(
-            merged(
+            merge_sections(
                 SFT,
                 {
                     "data": {"chatTemplate": template},
@@ -103,7 +103,7 @@ def test_any_value_is_read_alike_by_us_and_by_pyyaml(tree: Any) -> None:
 
 def test_kubectl_reads_what_is_written(kubectl: Callable[[str], Any]) -> None:
     template = "{%- for m in messages %}\n  <|{{ m.role }}|>: '{{ m.content }}'\n{%- endfor %}\n"
-    spec = merged(example(SPEC), {"data": {"chatTemplate": template}, "model": {"revision": "1e-5"}})
+    spec = merge_sections(build_example(SPEC), {"data": {"chatTemplate": template}, "model": {"revision": "1e-5"}})
     written = parse_job(job_body(spec))
     below_spec = dump_job(written).partition("\nspec:\n")[2]
     assert parse_job(job_body(kubectl(_outdented(below_spec)))).spec == written.spec

@@ -26,7 +26,7 @@ class Node(ApiModel):
     child: Annotated[Self | None, Field(description="Child.")] = None
 
 
-def model(annotation: Any, **settings: Any) -> type[ApiModel]:
+def make_model_class(annotation: Any, **settings: Any) -> type[ApiModel]:
     """A model with one field called `it`."""
     said = Field(**({"description": "It."} | settings))
     return type("Model", (ApiModel,), {"__annotations__": {"it": Annotated[annotation, said]}, "__doc__": "M."})
@@ -35,23 +35,27 @@ def model(annotation: Any, **settings: Any) -> type[ApiModel]:
 @pytest.mark.parametrize(
     ("unsupported", "says"),
     [
-        pytest.param(model(int | str), "a choice between types", id="union"),
-        pytest.param(model(Inner | TextMap), "a choice between types", id="union of models"),
-        pytest.param(model(Any), "type any", id="any"),
-        pytest.param(model(None), "type null", id="only null"),
-        pytest.param(model(tuple[int, str]), "prefixItems", id="pair"),
-        pytest.param(model(tuple[()]), "what its items are", id="list of nothing"),
-        pytest.param(model(set[str]), "uniqueItems", id="set"),
-        pytest.param(model(int, multiple_of=8), "multipleOf", id="multiple"),
-        pytest.param(model(dict[str, Any]), "a mapping of anything", id="map of anything"),
-        pytest.param(model(Mapping[Literal["a", "b"], str]), "keys with enum", id="map with named keys"),
-        pytest.param(model(Literal[1, 2]), "a whole field with enum", id="numbered choices"),
-        pytest.param(model(int, description=""), "no description of it", id="no description"),
+        pytest.param(make_model_class(int | str), "a choice between types", id="union"),
+        pytest.param(make_model_class(Inner | TextMap), "a choice between types", id="union of models"),
+        pytest.param(make_model_class(Any), "type any", id="any"),
+        pytest.param(make_model_class(None), "type null", id="only null"),
+        pytest.param(make_model_class(tuple[int, str]), "prefixItems", id="pair"),
+        pytest.param(make_model_class(tuple[()]), "what its items are", id="list of nothing"),
+        pytest.param(make_model_class(set[str]), "uniqueItems", id="set"),
+        pytest.param(make_model_class(int, multiple_of=8), "multipleOf", id="multiple"),
+        pytest.param(make_model_class(dict[str, Any]), "a mapping of anything", id="map of anything"),
+        pytest.param(make_model_class(Mapping[Literal["a", "b"], str]), "keys with enum", id="map with named keys"),
+        pytest.param(make_model_class(Literal[1, 2]), "a whole field with enum", id="numbered choices"),
+        pytest.param(make_model_class(int, description=""), "no description of it", id="no description"),
         pytest.param(
-            model(Inner, default=Inner(size=4)), "differs from the defaults", id="default unlike those inside"
+            make_model_class(Inner, default=Inner(size=4)),
+            "differs from the defaults",
+            id="default unlike those inside",
         ),
         pytest.param(
-            model(str, json_schema_extra={"x-kubernetes-embedded-resource": True}), "embedded", id="extension"
+            make_model_class(str, json_schema_extra={"x-kubernetes-embedded-resource": True}),
+            "embedded",
+            id="extension",
         ),
         pytest.param(Node, "contains itself", id="recursion"),
     ],
@@ -158,7 +162,7 @@ def test_a_construct_without_a_place_in_the_crd_is_named_and_refused(unsupported
     ],
 )
 def test_a_field_becomes_its_schema(annotation: Any, settings: dict[str, Any], schema: dict[str, Any]) -> None:
-    field = fields_of(model(annotation, **settings)).fields["it"]
+    field = fields_of(make_model_class(annotation, **settings)).fields["it"]
     assert schema_of(field, "it") == {"description": "It.", **schema}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from builders import dense_model, latent_model, moe_model, spec
-from calls import calls_of
+from calls import count_calls
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import count_gpus
@@ -28,7 +28,7 @@ MODELS: tuple[ModelShape | None, ...] = (None, moe_model(), latent_model())
 def test_highly_composite_sizes_are_refused_with_bounded_work(shape: ModelShape | None, layout: str) -> None:
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": layout}
     asked = spec(parallelism=sizes, training={"globalBatchSize": 720_720}, resources={"gpusPerNode": 240})
-    assert calls_of(lambda: plan_job(asked, shape)) < CALLS
+    assert count_calls(lambda: plan_job(asked, shape)) < CALLS
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -51,7 +51,7 @@ def test_drawn_hostile_sizes_take_bounded_work(seed: int) -> None:
         },
     }
     asked, shape = spec(**sections), draw.choice(MODELS)
-    assert calls_of(lambda: plan_job(asked, shape)) < CALLS
+    assert count_calls(lambda: plan_job(asked, shape)) < CALLS
 
 
 def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
@@ -66,7 +66,7 @@ def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
         resources={"gpusPerNode": 4},
         grpo={"rollout": {"tensor": 8}},
     )
-    assert calls_of(lambda: plan_job(asked, deep)) < CALLS
+    assert count_calls(lambda: plan_job(asked, deep)) < CALLS
 
 
 def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_by_one() -> None:
@@ -77,12 +77,12 @@ def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_
         training={"globalBatchSize": 55_440, "microBatchSize": 1, "lora": {"rank": 16}},
         resources={"gpusPerNode": 256, "gpuMemoryGiB": 141, "memory": "1Gi"},
     )
-    assert calls_of(lambda: plan_job(asked, dense_model(layers=126, heads=128))) < CALLS
+    assert count_calls(lambda: plan_job(asked, dense_model(layers=126, heads=128))) < CALLS
 
 
 def test_what_no_setting_makes_fit_is_refused_with_bounded_work() -> None:
     asked = spec(method="GRPO", parallelism={"expert": 8}, resources={"gpuMemoryGiB": 1})
-    assert calls_of(lambda: plan_job(asked, moe_model())) < CALLS
+    assert count_calls(lambda: plan_job(asked, moe_model())) < CALLS
 
 
 @pytest.mark.parametrize("layout", ["Product", "Folded"])

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from builders import spec
-from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
+from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, LimitCase
 from moejob_api.documents import read_file
 from moejob_api.problems import Rule
 from moejob_api.rules.limits import LIMITED_NAMES, JobLimits, limit_problems
@@ -18,12 +18,12 @@ LIMITS = JobLimits.model_validate(ALLOWED)
 
 
 @pytest.mark.parametrize("case", WITHIN, ids=lambda case: case.id)
-def test_a_job_within_the_limits_has_no_problem(case: Limited) -> None:
+def test_a_job_within_the_limits_has_no_problem(case: LimitCase) -> None:
     assert list(limit_problems(spec(**case.sections), LIMITS)) == []
 
 
 @pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.id)
-def test_a_job_beyond_a_limit_is_refused_where_it_names_what_it_may_not(case: Limited) -> None:
+def test_a_job_beyond_a_limit_is_refused_where_it_names_what_it_may_not(case: LimitCase) -> None:
     problems = list(limit_problems(spec(**case.sections), LIMITS))
     assert {(problem.rule, problem.path) for problem in problems} == {(Rule.LIMIT, case.path)}
     assert case.says in " ".join(problem.message for problem in problems)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from broken_specs import BROKEN_SPECS, Broken
+from broken_specs import BROKEN_SPECS, BrokenSpec
 from builders import spec
 from moejob_api.rules.object_rules import OBJECT_RULES, object_problems
 
 
 @pytest.mark.parametrize("case", BROKEN_SPECS, ids=lambda case: case.id)
-def test_a_broken_spec_is_refused_by_its_rule_alone(case: Broken) -> None:
+def test_a_broken_spec_is_refused_by_its_rule_alone(case: BrokenSpec) -> None:
     problems = list(object_problems(spec(**case.sections)))
     assert [problem.rule for problem in problems] == [case.rule]
     assert case.says in problems[0].message

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cluster.binaries import found_or_built
+from cluster.binaries import find_or_build
 from cluster.by_hand import say, stay
 from cluster.control_plane.plane import PROGRAMS, control_plane
 
 
 def main(folder: Path, nodes: int) -> None:
     """Start it in an empty folder, and stay."""
-    programs = found_or_built(PROGRAMS, say)
+    programs = find_or_build(PROGRAMS, say)
     stay(folder, lambda at: control_plane(at, programs, nodes), lambda plane: plane.kubeconfig)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from api_server import job_body
-from builders import SFT, merged
+from builders import SFT, merge_sections
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.waiting import until
 
 CRDS = Path(__file__).parents[3] / "crds"
 DEFINITION, RULES = CRDS / "moetrainingjobs.yaml", CRDS / "rules.yaml"
-BROKEN = json.dumps(job_body(merged(SFT, {"training": {"maxSteps": 1, "epochs": 1}})))
+BROKEN = json.dumps(job_body(merge_sections(SFT, {"training": {"maxSteps": 1, "epochs": 1}})))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from builders import GRPO, SFT, merged
+from builders import GRPO, SFT, merge_sections
 
 Body = dict[str, Any]
 
@@ -14,7 +14,7 @@ Body = dict[str, Any]
 def body(name: str = "job", **sections: Any) -> Body:
     """A job that breaks no rule, with the given sections (camelCase) laid over it; None removes."""
     base = GRPO if sections.get("method") == "GRPO" else SFT
-    return with_spec(merged(base, sections), name)
+    return with_spec(merge_sections(base, sections), name)
 
 
 def with_spec(spec: Mapping[str, Any], name: str = "job") -> Body:

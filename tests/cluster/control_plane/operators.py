@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from charts import Object, Rendered, Values
+from charts import Object, RenderedChart, Values
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
@@ -79,7 +79,7 @@ class Home:
     """An installation of the operator: a namespace, and what the chart puts into it."""
 
     plane: ControlPlane
-    chart: Rendered
+    chart: RenderedChart
     namespace: str
     folder: Path
     replicas: list[Operator] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Home:
 @contextmanager
 def installed(plane: ControlPlane, namespace: str, folder: Path, values: Values | None = None) -> Iterator[Home]:
     """The chart's account and rights; on the way out its processes end and its rights with them."""
-    home = Home(plane, plane.helm.rendered(values, namespace), namespace, folder)
+    home = Home(plane, plane.helm.render(values, namespace), namespace, folder)
     rights = grant(home)
     try:
         yield home
@@ -159,7 +159,7 @@ def grant(home: Home) -> str:
     return rights
 
 
-def _rights(chart: Rendered) -> Iterator[Object]:
+def _rights(chart: RenderedChart) -> Iterator[Object]:
     """Those of the operator: not what its test may do, nor its users."""
     for found in chart.objects:
         labels = found["metadata"]["labels"]

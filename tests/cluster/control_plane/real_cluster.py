@@ -20,7 +20,7 @@ from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.pod_voices import PodVoices
 from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
-from fake_cluster import Body, Crash, FakeCluster, Id, at
+from fake_cluster import Body, FakeCluster, Id, OperatorCrash, format_time
 from moejob_api.contract.pods import Label, PodProgress, PodRole
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.cluster import Children, JobKey, Raw
@@ -94,15 +94,15 @@ class RealCluster(FakeCluster):
 
     def reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         """One look of the operator, after its watches have caught up."""
-        return self.loop.run_until_complete(self._reconciled(reconciliation))
+        return self.loop.run_until_complete(self._run_reconcile(reconciliation))
 
-    async def _reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
+    async def _run_reconcile(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         # What asks pods belongs to the loop that it asks in.
         self._server = replace(self._server, pods=PodClient(2.0, self.voices.port))
         await asyncio.gather(*(self._lists.fill_cache(kind) for kind in KINDS))
         try:
             return await reconciliation
-        except Crash:
+        except OperatorCrash:
             self._forget()
             raise
 
@@ -114,28 +114,28 @@ class RealCluster(FakeCluster):
 
     async def ensure(self, manifest: Manifest) -> None:
         about = manifest["metadata"]
-        self._before(f"create {manifest['kind']} {about['name']}")
+        self._begin_change(f"create {manifest['kind']} {about['name']}")
         await self._server.ensure(manifest)
-        self._after()
+        self._end_change()
 
     async def is_missing(self, manifest: Manifest) -> bool:
         return await self._server.is_missing(manifest)
 
     async def delete(self, ref: ObjectReference, *, grace_seconds: int | None) -> None:
-        self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
+        self._begin_change(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.has_garbage |= ref.kind is Kind.JOB
         await self._server.delete(ref, grace_seconds=grace_seconds)
-        self._after()
+        self._end_change()
 
     async def write_status(self, job: Raw, status: Raw) -> None:
-        self._before("write status")
+        self._begin_change("write status")
         await self._server.write_status(job, status)
-        self._after()
+        self._end_change()
 
     async def post_event(self, job: Raw, event: Event) -> None:
-        self._before(None)
+        self._begin_change(None)
         await self._server.post_event(job, event)
-        self._after()
+        self._end_change()
 
     async def get_progress(self, pod: Raw) -> PodProgress | None:
         return await self._server.get_progress(pod)
@@ -317,12 +317,12 @@ def add_node(plane: ControlPlane, name: str) -> None:
     plane.api.create("/api/v1/nodes", {"metadata": {"name": name}, "spec": {"unschedulable": True}, "status": _ready()})
 
 
-def beat(plane: ControlPlane, name: str) -> None:
+def send_heartbeat(plane: ControlPlane, name: str) -> None:
     """The node lives: after 50 s of silence the controller manager would take it for lost."""
     plane.api.merge(f"/api/v1/nodes/{name}/status", {"status": _ready()})
 
 
 def _ready() -> Body:
-    now = at(datetime.now(UTC))
+    now = format_time(datetime.now(UTC))
     condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "played by hand"}
     return {"conditions": [condition | {"lastHeartbeatTime": now, "lastTransitionTime": now}]}

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from charts import CHART, RELEASE, HelmError, Rendered, Values
+from charts import CHART, RELEASE, HelmError, RenderedChart, Values
 from cluster.control_plane.operators import Home
 from cluster.control_plane.plane import ControlPlane
 from cluster.waiting import until
@@ -62,7 +62,7 @@ class Release:
         """For processes of the operator as this release has it."""
         at = (f"--kubeconfig={self.plane.kubeconfig}", f"--namespace={self.namespace}")
         text = self.plane.helm.run("get", "manifest", RELEASE, *at)
-        manifest = Rendered(tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found))
+        manifest = RenderedChart(tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found))
         return Home(self.plane, manifest, self.namespace, self.folder)
 
     def get(self, path: str) -> Any:

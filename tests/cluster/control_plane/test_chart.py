@@ -29,7 +29,7 @@ from cluster.control_plane.releases import (
 )
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
-from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
+from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, LimitCase
 from moejob_operator.admission.certificates import make_pair, utc_now
 
 pytestmark = pytest.mark.cluster
@@ -250,7 +250,7 @@ def test_by_default_jobs_pass_but_for_reserved_keys_and_labels_without_a_prefix(
         assert passed == {case.id for case in BEYOND} - REFUSED_BY_DEFAULT
 
 
-def refusal(plane: ControlPlane, tried: str, case: Limited) -> str:
+def refusal(plane: ControlPlane, tried: str, case: LimitCase) -> str:
     """Return what the API server says against a job; nothing when it is allowed."""
     try:
         plane.api.create(tried, body(**case.sections))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from broken_specs import BROKEN_SPECS, Broken
+from broken_specs import BROKEN_SPECS, BrokenSpec
 from builders import GRPO, SFT, spec
 from cluster.control_plane import jobs
 from cluster.control_plane.api import RefusedError
@@ -38,7 +38,9 @@ def test_every_example_is_accepted(control_plane: ControlPlane, namespace: str) 
 
 
 @pytest.mark.parametrize("case", BROKEN_SPECS, ids=[case.id for case in BROKEN_SPECS])
-def test_a_broken_spec_is_refused_with_the_summaries_of_its_rules(control_plane: ControlPlane, case: Broken) -> None:
+def test_a_broken_spec_is_refused_with_the_summaries_of_its_rules(
+    control_plane: ControlPlane, case: BrokenSpec
+) -> None:
     broken = [rule.summary for rule in OBJECT_RULES if rule.complaint(spec(**case.sections))]
     with pytest.raises(RefusedError) as refusal:
         control_plane.api.create(jobs.path("default", is_tried_only=True), jobs.body(**case.sections))

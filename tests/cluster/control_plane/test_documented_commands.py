@@ -13,14 +13,14 @@ import pytest
 
 from cluster.control_plane import jobs
 from cluster.control_plane.plane import ControlPlane
-from documented import ROOT, Typed, mentioned, typed, typed_into_shell
+from documented import ROOT, TypedCommand, mentioned_commands, run_in_shell, typed_commands
 from moejob_api.documents.reading import read_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
-COMMANDS = [one for one in typed() if "kubectl " in one.command]
+COMMANDS = [one for one in typed_commands() if "kubectl " in one.command]
 # Whole questions within the text; what is cut short there names no object.
-QUESTIONS = mentioned("kubectl get ", "kubectl explain ", "kubectl version", "kubectl api-resources")
+QUESTIONS = mentioned_commands("kubectl get ", "kubectl explain ", "kubectl version", "kubectl api-resources")
 # Follows forever, or ends what other tests need.
 ENDLESS = ("--watch", "--follow")
 KUBECTL = """#!/usr/bin/env bash
@@ -44,7 +44,7 @@ def kubectl(
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    return lambda command: typed_into_shell(command, tmp_path, {"PATH": path, "KUBERC": "off"})
+    return lambda command: run_in_shell(command, tmp_path, {"PATH": path, "KUBERC": "off"})
 
 
 @pytest.mark.parametrize("page", sorted({one.page for one in COMMANDS}))
@@ -69,7 +69,7 @@ def test_the_commands_of_a_page_are_answered(
 
 @pytest.mark.parametrize("one", QUESTIONS, ids=str)
 def test_a_question_within_the_text_is_answered(
-    kubectl: Callable[[str], subprocess.CompletedProcess[str]], one: Typed
+    kubectl: Callable[[str], subprocess.CompletedProcess[str]], one: TypedCommand
 ) -> None:
     answer = kubectl(one.command)
     assert answer.returncode == 0, answer.stderr
@@ -113,5 +113,5 @@ def shown_files(page: str) -> dict[str, str]:
 
 
 def test_commands_are_found() -> None:
-    assert {Typed("README.md", "kubectl get moetrainingjobs")} < set(COMMANDS)
-    assert {Typed("README.md", "kubectl explain moetrainingjob.spec")} < set(QUESTIONS)
+    assert {TypedCommand("README.md", "kubectl get moetrainingjobs")} < set(COMMANDS)
+    assert {TypedCommand("README.md", "kubectl explain moetrainingjob.spec")} < set(QUESTIONS)

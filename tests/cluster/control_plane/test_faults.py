@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from cluster.control_plane.components import Component
 from cluster.control_plane.faulty_proxy import FaultyProxy, faulty_proxy
 from cluster.control_plane.gang_watch import GangWatch, gang_watch
@@ -36,7 +36,7 @@ FAULTY_SECONDS = 60 if IS_FULL else 20
 # From the failure of a pod to the last pod of the next gang it takes about this long.
 RESTART_SECONDS = 0.5
 # On CPU, so that many fit; played by kwok, whose pods answer nothing.
-JOB: dict[str, Any] = merged(SMALL, {"resources": {"accelerator": "CPU"}, "lifecycle": {"gang": "None"}}) | {
+JOB: dict[str, Any] = merge_sections(SMALL, {"resources": {"accelerator": "CPU"}, "lifecycle": {"gang": "None"}}) | {
     "storage": {"size": None, "claimName": "checkpoints"}
 }
 QUICK = ("--no-webhook", "--progress-seconds=0.1")

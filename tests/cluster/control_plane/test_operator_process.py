@@ -214,7 +214,7 @@ def webhook(home: Home) -> Iterator[Operator]:
         {"metadata": {"name": "moejob-webhook"}, "spec": {"type": "ExternalName", "externalName": "localhost"}},
     )
     hooks = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
-    configuration = home.chart.one("ValidatingWebhookConfiguration")
+    configuration = home.chart.find_one("ValidatingWebhookConfiguration")
     [hook] = configuration["webhooks"]
     hook["clientConfig"]["service"]["port"] = operator.webhook_port
     # Jobs of these tests are where the operator is.

@@ -56,7 +56,7 @@ def home(request: pytest.FixtureRequest, plane: ControlPlane, tmp_path: Path) ->
         operator.process.stop()
 
 
-def job(name: str, **sections: Any) -> Body:
+def make_job_body(name: str, **sections: Any) -> Body:
     """A job of one pod that needs no GPU."""
     small = {
         "model": {"source": "moejob/tiny-moe"},
@@ -135,7 +135,7 @@ def live(home: Home) -> None:
     suspended_and_resumed(lives)
     failed_restarted_and_cleaned_up(lives)
     for gang in GANGS:
-        lives.apply(job(f"gang-{gang.lower()}", lifecycle={"gang": gang}))
+        lives.apply(make_job_body(f"gang-{gang.lower()}", lifecycle={"gang": gang}))
         until(lambda: lives.pods(f"gang-{gang.lower()}"), waiting_for=home.tails)  # noqa: B023
     in_the_way(lives)
     on_a_lost_node(lives)
@@ -144,18 +144,18 @@ def live(home: Home) -> None:
 
 
 def suspended_and_resumed(lives: Lives) -> None:
-    lives.apply(job("paused"))
+    lives.apply(make_job_body("paused"))
     lives.runs("paused")
-    lives.apply(job("paused", lifecycle={"suspend": True}))
+    lives.apply(make_job_body("paused", lifecycle={"suspend": True}))
     lives.reaches("paused", lambda status: status.get("phase") == "Suspended")
     until(lambda: not lives.pods("paused"), waiting_for="its pods to go")
-    lives.apply(job("paused"))
+    lives.apply(make_job_body("paused"))
     lives.runs("paused")
     lives.api.delete(path(lives.home.namespace, "paused"))
 
 
 def failed_restarted_and_cleaned_up(lives: Lives) -> None:
-    lives.apply(job("mortal", lifecycle={"ttlSecondsAfterFinished": 1}))
+    lives.apply(make_job_body("mortal", lifecycle={"ttlSecondsAfterFinished": 1}))
     lives.runs("mortal")
     lives.end("mortal-trainer-0-00000", 1)
     until(
@@ -186,7 +186,7 @@ def in_the_way(lives: Lives) -> None:
         lives.api.create(f"/apis/{api}/namespaces/{namespace}/podgroups", group)
         taken[name] = gang
     for name, gang in taken.items():
-        lives.apply(job(name, lifecycle={"gang": gang}))
+        lives.apply(make_job_body(name, lifecycle={"gang": gang}))
     for name in taken:
         lives.reaches(name, lambda status: "in the way" in json.dumps(status))
 
@@ -201,7 +201,7 @@ def restricted() -> Body:
 
 def on_a_lost_node(lives: Lives) -> None:
     """A pod that should have ended long ago: is there still anybody to end it?"""
-    lives.apply(job("stuck", lifecycle={"gang": "None"}))
+    lives.apply(make_job_body("stuck", lifecycle={"gang": "None"}))
     lives.runs("stuck")
     name = "stuck-trainer-0-00000"
     pod = f"/api/v1/namespaces/{lives.home.namespace}/pods/{name}"
@@ -220,7 +220,7 @@ def with_and_without_its_secret(lives: Lives) -> None:
     """A process that has created nothing yet may read no Secret, and finds out by a dry run whether one is there."""
     first = {name: f"{name}-trainer-0-00001" for name in ("kept", "robbed")}
     for name in first:
-        lives.apply(job(name, resources={"gpusPerNode": 1}, lifecycle={"gang": "None"}))
+        lives.apply(make_job_body(name, resources={"gpusPerNode": 1}, lifecycle={"gang": "None"}))
         until(lambda: len(lives.pods(name)) == 2, waiting_for=lives.home.tails)  # noqa: B023
         for index in range(2):
             lives.start(f"{name}-trainer-0-{index:05}")

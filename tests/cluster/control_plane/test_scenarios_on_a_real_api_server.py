@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.gang_watch import GangWatch, gang_watch
 from cluster.control_plane.jobs import path as job_path
 from cluster.control_plane.operators import ACCOUNT, installed
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.pod_voices import PodVoices, pod_voices
-from cluster.control_plane.real_cluster import RealCluster, add_node, beat
+from cluster.control_plane.real_cluster import RealCluster, add_node, send_heartbeat
 from cluster.extent import in_full
 from cluster.waiting import until
 from fake_world import KEY, SMALL, World
@@ -27,14 +27,14 @@ from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
 from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 from moejob_operator.runtime.metrics import Metrics
-from scenarios import SCENARIOS, Scenario, live
+from scenarios import SCENARIOS, Scenario, play_scenario
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 HOME = "moejob-scenarios"
 NODES = tuple(f"node-{role}-{index}" for role, count in (("trainer", 4), ("rollout", 2)) for index in range(count))
 # Only the tests schedule.
-BY_HAND = merged(SMALL, {"resources": {"schedulerName": "played-by-hand"}})
+BY_HAND = merge_sections(SMALL, {"resources": {"schedulerName": "played-by-hand"}})
 # A claim that is bound stays bound for the real volume controller; its own test below has one that is not bound yet.
 NOT_HERE = {"a claim without a volume is told"}
 STORIES = tuple(found for found in SCENARIOS if found.id not in NOT_HERE)
@@ -111,7 +111,7 @@ def new_world(
 ) -> Iterator[NewWorld]:
     """Makes the one world of a test: a namespace with a job called `job`."""
     for name in nodes:
-        beat(control_plane, name)
+        send_heartbeat(control_plane, name)
     cluster = RealCluster(plane=control_plane, namespace=namespace, api=api, voices=voices, loop=loop)
 
     def made(scenario: Scenario) -> World:
@@ -145,14 +145,14 @@ def _let_go(cluster: RealCluster) -> None:
 def imagined(title: str) -> World:
     """The same story with FakeCluster."""
     [scenario] = (found for found in STORIES if found.id == title)
-    return live(scenario, World(gang_apis=frozenset(GangApi(found) for found in scenario.apis)))
+    return play_scenario(scenario, World(gang_apis=frozenset(GangApi(found) for found in scenario.apis)))
 
 
 @one_of(2)
 def test_a_job_lives_as_it_does_in_the_fake_cluster_and_rests(
     scenario: Scenario, new_world: NewWorld, witness: GangWatch
 ) -> None:
-    world = live(scenario, new_world(scenario))
+    world = play_scenario(scenario, new_world(scenario))
     assert world.fixed_point() == imagined(scenario.id).fixed_point()
     assert witness.doubled == []
     already = audited(world)
@@ -169,7 +169,7 @@ def test_a_crash_in_the_middle_leads_to_the_same_end(
     whole = imagined(scenario.id)
     world = new_world(scenario)
     world.cluster.crash_at = random.Random(scenario.id).randrange(whole.cluster.halves)
-    live(scenario, world)
+    play_scenario(scenario, world)
     assert world.crashes == 1
     assert world.fixed_point() == whole.fixed_point()
     assert witness.doubled == []
@@ -182,9 +182,11 @@ def test_a_claim_without_a_volume_is_told_until_the_volume_controller_has_bound_
     world.apply()
     world.settle()
     # Of a claim that stays as it was created no watch tells the operator: the scheduler does.
-    world.hold(0, condition={"reason": "Unschedulable", "message": "pod has unbound immediate PersistentVolumeClaims"})
+    world.hold_pod(
+        0, condition={"reason": "Unschedulable", "message": "pod has unbound immediate PersistentVolumeClaims"}
+    )
     world.settle()
-    assert (world.names(), world.condition(ConditionType.RUNNING)) == (["0-0", "0-1"], "False ClaimPending")
+    assert (world.pod_names(), world.condition(ConditionType.RUNNING)) == (["0-0", "0-1"], "False ClaimPending")
     world.cluster.has_volumes = True
     world.settle()
     assert world.condition(ConditionType.RUNNING) == "False Starting"

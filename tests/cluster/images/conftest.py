@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from cluster.control_plane.conftest import definition
-from confined import Confined, Container, confined
-from images import built, store, why_not
+from confined import ConfinedContainer, Container, confine_container
+from images import build_image, find_build_obstacle, find_image_store
 
 __all__ = ["definition"]
 
 Builds = Callable[[str], Path]
-Contains = Callable[[str, Container], Confined]
+Contains = Callable[[str, Container], ConfinedContainer]
 
 
 @pytest.fixture(scope="session")
 def image(request: pytest.FixtureRequest) -> Builds:
     """The layout of an image. The first run builds it, for minutes, and says so."""
-    obstacle = why_not()
+    obstacle = find_build_obstacle()
     if obstacle is not None:
         pytest.skip(f"no images: {obstacle}")
     capturing = request.config.pluginmanager.getplugin("capturemanager")
@@ -32,7 +32,7 @@ def image(request: pytest.FixtureRequest) -> Builds:
         if name not in done:
             with capturing.global_and_fixture_disabled():
                 print(f"building the image {name}", file=sys.stderr, flush=True)  # noqa: T201
-                done[name] = built(name)
+                done[name] = build_image(name)
         return done[name]
 
     return once
@@ -43,8 +43,8 @@ def container(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A container of an image, which goes with the test."""
     with ExitStack() as stack:
 
-        def make(name: str, what: Container) -> Confined:
+        def make(name: str, what: Container) -> ConfinedContainer:
             folder = tmp_path_factory.mktemp("container")
-            return stack.enter_context(confined(image(name), store(name), what, folder))
+            return stack.enter_context(confine_container(image(name), find_image_store(name), what, folder))
 
         yield make

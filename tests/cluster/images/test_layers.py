@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from checkouts import copied
-from closures import pins
+from checkouts import copy_checkout
+from closures import read_pins
 from cluster.extent import with_all_images
 from cluster.images.conftest import Builds
 from image_builds import layouts
@@ -25,7 +25,7 @@ from image_builds.debian_base import BASE, RUNTIME, archive
 from image_builds.engines import Buildah, BuildError
 from image_builds.layouts import Layer
 from image_builds.recipes import RECIPES, ROOT, TIMESTAMP
-from images import builder, downloads, ordered
+from images import make_builder, order_image, provide_downloads
 
 pytestmark = pytest.mark.cluster
 
@@ -70,7 +70,7 @@ def test_the_list_of_parts_is_the_closure_that_is_pinned(image: Builds, name: st
     listed = parts(image(name))
     assert listed["bomFormat"] == "CycloneDX"
     python = [part for part in listed["components"] if part["purl"].startswith("pkg:pypi/")]
-    assert dict(map(normalized, python)) == pins(IMAGES[name])
+    assert dict(map(normalized, python)) == read_pins(IMAGES[name])
 
 
 @by_image
@@ -87,7 +87,7 @@ def test_the_list_of_parts_has_the_debian_packages_that_copyrights_are_of(image:
 @by_image
 def test_labels_say_where_an_image_comes_from(image: Builds, name: str) -> None:
     said = layouts.image(image(name)).labels
-    expected = ordered(name).labels
+    expected = order_image(name).labels
     assert expected.items() <= said.items()
     assert expected["org.opencontainers.image.version"] == (ROOT / "VERSION").read_text().strip()
     assert re.fullmatch("[0-9a-f]{40}(-dirty)?", expected["org.opencontainers.image.revision"])
@@ -162,13 +162,13 @@ class Elsewhere:
 
     def build(self, tree: Path) -> Path:
         """The layout of its image."""
-        with downloads() as given:
-            self.builder.build(replace(ordered("operator"), context=tree), given)
+        with provide_downloads() as given:
+            self.builder.build(replace(order_image("operator"), context=tree), given)
         return self.builder.layout(RECIPES["operator"])
 
     def buildah(self, *arguments: str) -> str:
         """Return what buildah answers about that store."""
-        command = buildah(self.builder.store(ordered("operator")), *arguments)
+        command = buildah(self.builder.store(order_image("operator")), *arguments)
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -178,7 +178,7 @@ def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("elsewhere")
     image("operator")
     for base in (BASE, RUNTIME):
-        made = archive(base, builder().folder)
+        made = archive(base, make_builder().folder)
         os.link(made, folder / made.name) if made.stat().st_dev == folder.stat().st_dev else shutil.copy(made, folder)
     yield Elsewhere(Buildah(folder))
     shutil.rmtree(folder)
@@ -187,7 +187,7 @@ def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of this checkout."""
-    return copied(tmp_path / "tree")
+    return copy_checkout(tmp_path / "tree")
 
 
 def unpacked(layout: Path) -> list[str]:

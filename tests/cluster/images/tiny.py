@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from builders import merged
-from confined import Confined, Container
-from golden_manifests import created
+from builders import merge_sections
+from confined import ConfinedContainer, Container
+from golden_manifests import create_manifests
 from image_builds.recipes import ROOT
 from moejob_api.contract.pods import Environment, PodOutcome, TerminationMessage
 from moejob_api.documents import read_file
@@ -21,7 +21,7 @@ USER = 65532
 SECONDS = 600
 
 
-def trained(container: Callable[[str, Container], Confined], folder: Path, steps: int) -> Path:
+def trained(container: Callable[[str, Container], ConfinedContainer], folder: Path, steps: int) -> Path:
     """The folder of a whole run in the image of the trainer for CPUs."""
     manifest, storage = _pod(steps), _volume(folder)
     [trainer] = manifest["spec"]["containers"]
@@ -52,9 +52,9 @@ def _pod(steps: int) -> dict[str, Any]:
         "apiVersion": "moejob.dev/v1alpha1",
         "kind": "MoETrainingJob",
         "metadata": {"name": "tiny-sft", "namespace": "team", "uid": "6f1c", "generation": 1},
-        "spec": merged(job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True), shorter),
+        "spec": merge_sections(job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True), shorter),
     }
-    [found] = [manifest for manifest in created(raw, frozenset()) if manifest["kind"] == "Pod"]
+    [found] = [manifest for manifest in create_manifests(raw, frozenset()) if manifest["kind"] == "Pod"]
     return found
 
 

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from cluster.by_hand import say, stay
-from cluster.nodes.cluster import SPARE, Settings, cluster, found_programs
+from cluster.nodes.cluster import SPARE, Settings, find_programs, run_cluster
 
 
 def main(folder: Path, settings: Settings) -> None:
     """Start it in an empty folder, and stay."""
-    programs = found_programs(say)
-    stay(folder, lambda at: cluster(at, programs, settings), lambda running: running.plane.kubeconfig)
+    programs = find_programs(say)
+    stay(folder, lambda at: run_cluster(at, programs, settings), lambda running: running.plane.kubeconfig)
 
 
 if __name__ == "__main__":

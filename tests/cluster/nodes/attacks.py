@@ -41,30 +41,30 @@ def connect(host: str, port: int) -> str:
 def end_the_job(host: str, port: int) -> str:
     """Write into a store, as a client of torch's would, that the configuration is bad."""
     fields = b"".join(struct.pack("<Q", len(text)) + text for text in (b"round/0/end", b"", END))
-    return _said(host, port, struct.pack("<BIB", VALIDATE, MAGIC, COMPARE_SET) + fields)
+    return _exchange_bytes(host, port, struct.pack("<BIB", VALIDATE, MAGIC, COMPARE_SET) + fields)
 
 
 def guess(host: str, port: int) -> str:
     """Prove to a launcher that one knows a secret which one does not know."""
-    return _said(host, port, os.urandom(64) + struct.pack(">I", 64) + END)
+    return _exchange_bytes(host, port, os.urandom(64) + struct.pack(">I", 64) + END)
 
 
 def post(host: str, port: int) -> str:
     """Give an HTTP port an order."""
-    return _posted(host, port, "/progress")
+    return _post_request(host, port, "/progress")
 
 
 def ask(host: str, port: int) -> str:
     """Have an engine generate."""
-    return _posted(host, port, "/inference/v1/generate")
+    return _post_request(host, port, "/inference/v1/generate")
 
 
 def give_weights(host: str, port: int) -> str:
     """Have an engine take other weights."""
-    return _posted(host, port, "/update_weights")
+    return _post_request(host, port, "/update_weights")
 
 
-def _posted(host: str, port: int, path: str) -> str:
+def _post_request(host: str, port: int, path: str) -> str:
     """Return the first line of the answer, to a request with a key of a job that is not."""
     head = f"POST {path} HTTP/1.1\r\nHost: pod\r\nAuthorization: Bearer {'0' * 64}\r\nContent-Length: 2\r\n\r\n"
     with socket.create_connection((host, port), timeout=SECONDS) as peer:
@@ -72,7 +72,7 @@ def _posted(host: str, port: int, path: str) -> str:
         return peer.recv(64).decode().partition("\r\n")[0]
 
 
-def _said(host: str, port: int, words: bytes) -> str:
+def _exchange_bytes(host: str, port: int, words: bytes) -> str:
     """Return how many bytes came back until the other side closed."""
     received = 0
     with socket.create_connection((host, port), timeout=SECONDS) as peer:

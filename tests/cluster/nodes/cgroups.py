@@ -31,22 +31,22 @@ class Cgroup:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Return where it is."""
-        return tuple(hierarchy / self.path for hierarchy in _hierarchies(self.root))
+        return tuple(hierarchy / self.path for hierarchy in _find_hierarchies(self.root))
 
     def create(self) -> None:
         """Make it, and let it use what its parents may."""
-        for hierarchy in _hierarchies(self.root):
+        for hierarchy in _find_hierarchies(self.root):
             folder = hierarchy
             for part in Path(self.path).parts:
-                _delegate(folder)
+                _delegate_controllers(folder)
                 folder /= part
                 folder.mkdir(exist_ok=True)
                 _inherit_processors(folder)
-            _weigh(folder)
+            _raise_weight(folder)
 
     def pids(self, name: str = "") -> set[int]:
         """All processes in it and below; of those below, in such as have a name in their path."""
-        return {int(pid) for file in self._below("cgroup.procs") if name in str(file) for pid in _lines(file)}
+        return {int(pid) for file in self._below("cgroup.procs") if name in str(file) for pid in _read_lines(file)}
 
     def remove(self) -> None:
         """End every process in it, and take it away."""
@@ -80,14 +80,14 @@ def missing_controllers() -> list[str]:
     return [name for name in CONTROLLERS if not (ROOT / name).is_dir()]
 
 
-def _hierarchies(root: Path) -> tuple[Path, ...]:
+def _find_hierarchies(root: Path) -> tuple[Path, ...]:
     if is_version_2(root):
         return (root,)
     # Links name one hierarchy twice: cpu and cpu,cpuacct.
     return tuple(sorted({found.resolve() for found in root.iterdir() if (found / "cgroup.procs").exists()}))
 
 
-def _delegate(folder: Path) -> None:
+def _delegate_controllers(folder: Path) -> None:
     """In version 2, let the cgroups below use every controller that this one may."""
     if not is_version_2(folder):
         return
@@ -103,7 +103,7 @@ def _inherit_processors(folder: Path) -> None:
             file.write_text((folder.parent / name).read_text())
 
 
-def _weigh(folder: Path) -> None:
+def _raise_weight(folder: Path) -> None:
     """Beside busy neighbours a cgroup gets no more time than one process of theirs; what is in here are many.
 
     Sixteen times as much starved the neighbours of `make test`, which are nice; twice leaves them about an eighth.
@@ -113,7 +113,7 @@ def _weigh(folder: Path) -> None:
             (folder / name).write_text(weight)
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         return file.read_text().split()
     except OSError:

@@ -1,7 +1,7 @@
 """A cluster of real nodes on this machine, without Docker: brings its parts up in order, and leaves nothing behind.
 
-Nodes, their network and all that runs on them end with us, whatever ends us: see linux_namespaces. Cgroups alone outlive a
-kill, and the next start removes them.
+Nodes, their network and all that runs on them end with us, whatever ends us: see linux_namespaces. Cgroups alone
+outlive a kill, and the next start removes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.binaries import Report, cache, found_or_built
+from cluster.binaries import Report, cache, find_or_build
 from cluster.control_plane.components import Component
 from cluster.control_plane.kubeconfigs import write_for_certificate
 from cluster.control_plane.plane import PROGRAMS as PLANE_PROGRAMS
@@ -24,9 +24,9 @@ from cluster.nodes.cgroups import Cgroup
 from cluster.nodes.dns import Dns
 from cluster.nodes.images import write_small_image
 from cluster.nodes.kubelet import Membership
-from cluster.nodes.network import Addresses, Switch, unplug
+from cluster.nodes.network import Addresses, Switch, remove_link
 from cluster.nodes.node import CNI_PROGRAMS, Node, Programs
-from cluster.nodes.packages import found_or_unpacked
+from cluster.nodes.packages import find_or_unpack
 from cluster.nodes.registry import Registry
 from cluster.nodes.runtime import PAUSE_IMAGE
 from cluster.nodes.storage import Storage
@@ -77,7 +77,7 @@ SPARE = Settings("moejob-spare", addresses=Addresses(IPv4Network("10.88.0.0/24")
 class Cluster:
     """A control plane and its nodes, with what they need: a registry, DNS, storage, a network that can be cut."""
 
-    def __init__(self, settings: Settings, plane: ControlPlane, nodes: Mapping[str, Node], parts: Parts) -> None:
+    def __init__(self, settings: Settings, plane: ControlPlane, nodes: Mapping[str, Node], parts: ClusterParts) -> None:
         self.plane = plane
         self.nodes = nodes
         self.registry = parts.registry
@@ -85,31 +85,31 @@ class Cluster:
         self._switch = parts.switch
         self._settings = settings
 
-    def load(self, archives: Mapping[str, Path]) -> None:
+    def load_images(self, archives: Mapping[str, Path]) -> None:
         """Have the images of OCI archives or folders on every node, each under a name with a tag.
 
         Nodes keep images for the next cluster. What is not served any more goes now: a trainer is 5 GB on each.
         """
-        names = [self.registry.add(name, archive) for name, archive in archives.items()]
+        names = [self.registry.add_image(name, archive) for name, archive in archives.items()]
         for node in self.nodes.values():
             for name in names:
-                node.runtime.pull(name)
-            node.runtime.forget(node.runtime.images() - self.registry.references())
+                node.runtime.pull_image(name)
+            node.runtime.remove_images(node.runtime.list_images() - self.registry.references())
 
     def cut_off(self, node: str) -> None:
         """Unplug a node from the others and from the control plane."""
-        self._switch.cut(node)
+        self._switch.cut_node(node)
 
     def reconnect(self, node: str) -> None:
         """Plug it in again."""
-        self._switch.mend(node)
+        self._switch.reconnect_node(node)
 
     def start_kubelet(self, node: str) -> None:
         """Start the kubelet of a node that was stopped, and return when it knows its pods and pods can go there."""
-        before = self._heard_at(node)
+        before = self._heartbeat_at(node)
         self.nodes[node].start_kubelet()
         # What the API server says of a node outlives the kubelet for a while.
-        until(lambda: self._heard_at(node) != before, waiting_for=f"word from {node}")
+        until(lambda: self._heartbeat_at(node) != before, waiting_for=f"word from {node}")
         self.await_ready(node)
 
     def await_ready(self, node: str) -> None:
@@ -120,24 +120,24 @@ class Cluster:
 
     def is_ready(self, node: str) -> bool:
         """Return whether the control plane hears of a node."""
-        return bool(self._readiness(node)["status"] == "True")
+        return bool(self._ready_condition(node)["status"] == "True")
 
     def pids(self, namespace: str, pod: str) -> set[int]:
         """The processes of a pod, as the machine numbers them."""
-        seen = self.plane.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
-        return self.nodes[seen["spec"]["nodeName"]].pids(seen["metadata"]["uid"])
+        body = self.plane.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        return self.nodes[body["spec"]["nodeName"]].pids(body["metadata"]["uid"])
 
-    def _heard_at(self, node: str) -> str:
-        heard: str = self._readiness(node)["lastHeartbeatTime"]
-        return heard
+    def _heartbeat_at(self, node: str) -> str:
+        heartbeat_at: str = self._ready_condition(node)["lastHeartbeatTime"]
+        return heartbeat_at
 
-    def _readiness(self, node: str) -> Any:
+    def _ready_condition(self, node: str) -> Any:
         conditions = self.plane.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]
-        return next(said for said in conditions if said["type"] == "Ready")
+        return next(condition for condition in conditions if condition["type"] == "Ready")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ClusterParts:
     """The parts that a cluster has one of."""
 
     switch: Switch
@@ -145,31 +145,31 @@ class Parts:
     storage: Storage
 
 
-def found_programs(report: Report) -> Programs:
+def find_programs(report: Report) -> Programs:
     """All programs of a cluster, built or unpacked where they are missing."""
-    unpacked = found_or_unpacked(report)
-    return Programs({**found_or_built(PROGRAMS, report), **unpacked.programs}, unpacked.libraries)
+    unpacked = find_or_unpack(report)
+    return Programs({**find_or_build(PROGRAMS, report), **unpacked.programs}, unpacked.libraries)
 
 
 @contextmanager
-def cluster(folder: Path, programs: Programs, settings: Settings = Settings()) -> Iterator[Cluster]:
+def run_cluster(folder: Path, programs: Programs, settings: Settings = Settings()) -> Iterator[Cluster]:
     """A cluster whose files are in an empty folder. One of an owner at a time: a second waits for the first to end."""
     with ExitStack() as ending:
-        ending.enter_context(_lock(settings.owner))
-        sweep(settings)
-        ending.callback(sweep, settings)
-        yield _started(folder, programs, settings, ending)
+        ending.enter_context(_hold_lock(settings.owner))
+        remove_leftovers(settings)
+        ending.callback(remove_leftovers, settings)
+        yield _start_parts(folder, programs, settings, ending)
 
 
-def sweep(settings: Settings) -> None:
+def remove_leftovers(settings: Settings) -> None:
     """Remove what outlives a kill: cgroups for good, the link for a moment."""
-    unplug(settings.owner)
+    remove_link(settings.owner)
     Cgroup(settings.owner).remove()
 
 
-def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitStack) -> Cluster:
+def _start_parts(folder: Path, programs: Programs, settings: Settings, ending: ExitStack) -> Cluster:
     """Each part ends before those that were there when it came."""
-    address = settings.addresses.machine
+    address = settings.addresses.machine_address
     switch = Switch(settings.owner, settings.addresses, programs.paths["pause"], folder)
     ending.callback(switch.stop)
     switch.start(len(settings.nodes))
@@ -177,14 +177,14 @@ def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitS
     ending.callback(registry.stop)
     registry.start()
     _add_images(registry, programs, folder)
-    plane = ending.enter_context(_plane(folder / "plane", programs, str(address)))
-    dns = Dns(programs.paths["coredns"], address, user(plane, "coredns", "system:masters"), folder)
+    plane = ending.enter_context(_start_plane(folder / "plane", programs, str(address)))
+    dns = Dns(programs.paths["coredns"], address, write_kubeconfig(plane, "coredns", "system:masters"), folder)
     ending.callback(dns.stop)
     dns.start()
-    proxy = user(plane, "system:kube-proxy")
+    proxy = write_kubeconfig(plane, "system:kube-proxy")
     nodes = {
         name: Node(
-            _membership(index, plane, settings, proxy),
+            _build_membership(index, plane, settings, proxy),
             programs,
             folder / name,
             cache() / "nodes" / settings.owner / name,
@@ -192,49 +192,49 @@ def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitS
         )
         for index, name in enumerate(settings.nodes)
     }
-    _start(nodes.values(), switch, ending)
+    _start_nodes(nodes.values(), switch, ending)
     storage = Storage(plane.api, list(nodes.values()), folder / "volumes")
     ending.callback(storage.stop)
     storage.start()
-    made = Cluster(settings, plane, nodes, Parts(switch, registry, storage))
+    running = Cluster(settings, plane, nodes, ClusterParts(switch, registry, storage))
     for name in nodes:
-        made.await_ready(name)
-    return made
+        running.await_ready(name)
+    return running
 
 
 @contextmanager
-def _plane(folder: Path, programs: Programs, address: str) -> Iterator[ControlPlane]:
+def _start_plane(folder: Path, programs: Programs, address: str) -> Iterator[ControlPlane]:
     folder.mkdir()
     changed = {Component.CONTROLLER_MANAGER: {"node-monitor-grace-period": f"{LOST_SECONDS}s"}}
     with control_plane(folder, programs.paths, changed=changed, address=address) as plane:
         yield plane
 
 
-def _start(nodes: Collection[Node], switch: Switch, ending: ExitStack) -> None:
+def _start_nodes(nodes: Collection[Node], switch: Switch, ending: ExitStack) -> None:
     for index, node in enumerate(nodes):
         ending.callback(node.stop)
         node.start_machine()
-        switch.connect(node.name, index, node.enclosure, len(nodes))
+        switch.connect(node.name, index, node.namespaces, len(nodes))
     for node in nodes:
         node.start()
 
 
-def _membership(index: int, plane: ControlPlane, settings: Settings, proxy_kubeconfig: Path) -> Membership:
+def _build_membership(index: int, plane: ControlPlane, settings: Settings, proxy_kubeconfig: Path) -> Membership:
     name, addresses = settings.nodes[index], settings.addresses
     return Membership(
         name=name,
-        address=addresses.node(index),
-        pods=addresses.pods_of(index),
+        address=addresses.node_address(index),
+        pods=addresses.pod_network(index),
         all_pods=addresses.pods,
-        dns=addresses.machine,
+        dns=addresses.machine_address,
         cgroup=f"{settings.owner}/{name}",
         ca=plane.ca,
-        kubeconfig=user(plane, f"system:node:{name}", "system:nodes"),
+        kubeconfig=write_kubeconfig(plane, f"system:node:{name}", "system:nodes"),
         proxy_kubeconfig=proxy_kubeconfig,
     )
 
 
-def user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
+def write_kubeconfig(plane: ControlPlane, name: str, group: str | None = None) -> Path:
     """Return how one talks to the API server who has a certificate of this name and group."""
     path = plane.folder / f"{name.replace(':', '-')}.kubeconfig"
     return write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
@@ -243,8 +243,8 @@ def user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
 def _add_images(registry: Registry, programs: Programs, folder: Path) -> None:
     """The two that no cluster of tests is without; pods bring them to the nodes when they need them."""
     pause = write_small_image(folder / "pause.tar", {"pause": programs.paths["pause"]}, {}, ["/pause"])
-    registry.add(PAUSE_IMAGE, pause)
-    registry.add(BUSYBOX_IMAGE, shell_image(folder / "busybox.tar", programs))
+    registry.add_image(PAUSE_IMAGE, pause)
+    registry.add_image(BUSYBOX_IMAGE, shell_image(folder / "busybox.tar", programs))
 
 
 def shell_image(path: Path, programs: Programs, *script: str, user: str = "") -> Path:
@@ -254,7 +254,7 @@ def shell_image(path: Path, programs: Programs, *script: str, user: str = "") ->
 
 
 @contextmanager
-def _lock(owner: str) -> Iterator[IO[str]]:
+def _hold_lock(owner: str) -> Iterator[IO[str]]:
     with (LOCKS / f"{owner}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

@@ -10,11 +10,11 @@ import pytest
 from cluster.binaries import MissingProgramError
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.releases import Release
-from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
+from cluster.nodes.cluster import Cluster, Settings, find_programs, run_cluster
 from cluster.nodes.node import Programs
-from cluster.nodes.obstacles import obstacles
+from cluster.nodes.obstacles import find_obstacles
 from cluster.nodes.pods import Pods
-from cluster.nodes.training import installed
+from cluster.nodes.training import install_release
 from images import CannotBuildError
 
 # They wait for clocks of the cluster most of the time, and `make test` computes beside them; the last ones are alone.
@@ -29,13 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def node_programs(request: pytest.FixtureRequest) -> Programs:
     """Return where the programs of nodes are. The first run builds them, for minutes, and says so."""
-    reasons = obstacles(Settings())
+    reasons = find_obstacles(Settings())
     if reasons:
         pytest.skip(f"no real nodes on this machine: {'; '.join(reasons)}")
     capturing = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with capturing.global_and_fixture_disabled():
-            return found_programs(lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+            return find_programs(lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
     except MissingProgramError as missing:
         pytest.skip(str(missing))
 
@@ -43,7 +43,7 @@ def node_programs(request: pytest.FixtureRequest) -> Programs:
 @pytest.fixture(scope="session")
 def nodes(node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster."""
-    with cluster(tmp_path_factory.mktemp("nodes"), node_programs) as running:
+    with run_cluster(tmp_path_factory.mktemp("nodes"), node_programs) as running:
         yield running
 
 
@@ -51,7 +51,7 @@ def nodes(node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> 
 def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     """Yield where the operator runs: the chart, with the images of this tree."""
     try:
-        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
+        with install_release(nodes, tmp_path_factory.mktemp("release")) as made:
             yield made
     except CannotBuildError as missing:
         pytest.skip(str(missing))

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from cluster.binaries import MissingProgramError
 from cluster.by_hand import end_when_asked, say
-from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
-from cluster.nodes.obstacles import obstacles
+from cluster.nodes.cluster import Cluster, Settings, find_programs, run_cluster
+from cluster.nodes.obstacles import find_obstacles
 from cluster.nodes.training import (
     ENDS,
     ROOT,
     TRAINER_PYTHON,
     TRAINING_SECONDS,
-    Submitted,
-    example,
-    installed,
+    SubmittedJob,
+    install_release,
     over_two_nodes,
-    submitted,
+    read_example,
+    submit_job,
 )
 from cluster.waiting import until
 from images import CannotBuildError
@@ -36,7 +36,7 @@ QUESTION = "count from 2 to 5"
 
 def main() -> int:
     """Show it. Says what is missing where it cannot be shown."""
-    reasons = obstacles(Settings())
+    reasons = find_obstacles(Settings())
     if reasons:
         say(f"no real nodes on this machine: {'; '.join(reasons)}")
         return 1
@@ -51,13 +51,13 @@ def main() -> int:
 
 
 def _show(folder: Path) -> None:
-    programs = found_programs(say)
+    programs = find_programs(say)
     say("starting two nodes")
-    with cluster(folder, programs) as nodes:
+    with run_cluster(folder, programs) as nodes:
         say(f"export KUBECONFIG={nodes.plane.kubeconfig}\n{nodes.plane.kubectl('get', 'nodes')}")
         say("installing the chart; the first time the nodes pull the trainer, which takes minutes")
-        with installed(nodes, folder) as home:
-            job = submitted(nodes, home.namespace, over_two_nodes(example()))
+        with install_release(nodes, folder) as home:
+            job = submit_job(nodes, home.namespace, over_two_nodes(read_example()))
             _watch(nodes, job)
             say(nodes.plane.kubectl("get", "pods", "--output=wide", f"--namespace={home.namespace}"))
             shutil.rmtree(EXPORT, ignore_errors=True)
@@ -66,7 +66,7 @@ def _show(folder: Path) -> None:
     subprocess.run([TRAINER_PYTHON, ROOT / "examples" / "ask.py", EXPORT, QUESTION], check=True)
 
 
-def _watch(nodes: Cluster, job: Submitted) -> None:
+def _watch(nodes: Cluster, job: SubmittedJob) -> None:
     """The table of `kubectl get`: its head, and its row whenever more has changed than the job's age."""
     shown: list[str] = []
 
@@ -80,9 +80,9 @@ def _watch(nodes: Cluster, job: Submitted) -> None:
             shown[:] = seen
         return phase in ENDS
 
-    until(has_ended, seconds=TRAINING_SECONDS, waiting_for=job.told)
+    until(has_ended, seconds=TRAINING_SECONDS, waiting_for=job.describe)
     if job.phase != "Succeeded":
-        raise SystemExit(job.told())
+        raise SystemExit(job.describe())
 
 
 if __name__ == "__main__":

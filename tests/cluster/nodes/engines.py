@@ -18,9 +18,9 @@ from typing import Any
 
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.images import write_variant
-from cluster.nodes.training import ROOT, TRAINING_SECONDS, VERSION, Job, Run, Submitted
+from cluster.nodes.training import ROOT, TRAINING_SECONDS, VERSION, Job, Run, SubmittedJob
 from cluster.waiting import until
-from images import built
+from images import build_image
 from moejob_api.contract.pods import Environment, Label, PodPort, PodRole
 
 IMAGE = f"moejob.test/engine:{VERSION}"
@@ -53,8 +53,8 @@ while time.monotonic() < until:
 
 def load_image(nodes: Cluster, folder: Path) -> None:
     """Have an image of engines on every node: the trainer's, which starts what a volume has."""
-    variant = write_variant(folder / "engine", built("trainer-cpu"), {"Entrypoint": ["sh", "-c", _START]})
-    nodes.load({IMAGE: variant})
+    variant = write_variant(folder / "engine", build_image("trainer-cpu"), {"Entrypoint": ["sh", "-c", _START]})
+    nodes.load_images({IMAGE: variant})
 
 
 def provide_environment(volume: Path) -> None:
@@ -79,39 +79,39 @@ class EnginePod:
     is_ready: bool
 
 
-def engine_pods(job: Submitted) -> list[EnginePod]:
+def engine_pods(job: SubmittedJob) -> list[EnginePod]:
     """The pods of a job's engines as they are now, those that end left out."""
     query = f"labelSelector={Label.JOB}={job.name},{Label.ROLE}={PodRole.ROLLOUT}"
     listed = job.nodes.plane.api.get(f"/api/v1/namespaces/{job.namespace}/pods?{query}")["items"]
     return [_engine_pod(pod) for pod in listed if "deletionTimestamp" not in pod["metadata"]]
 
 
-def ready_engine(job: Submitted) -> EnginePod:
+def ready_engine(job: SubmittedJob) -> EnginePod:
     """Return the job's only engine once it serves."""
-    return _ready(job, lambda _: True)
+    return _await_ready_pod(job, lambda _: True)
 
 
-def next_engine(job: Submitted, before: EnginePod) -> EnginePod:
+def next_engine(job: SubmittedJob, before: EnginePod) -> EnginePod:
     """Return what took the place of an engine, in its pod or in another, once it serves."""
-    return _ready(job, lambda pod: (pod.uid, pod.restarts) != (before.uid, before.restarts))
+    return _await_ready_pod(job, lambda pod: (pod.uid, pod.restarts) != (before.uid, before.restarts))
 
 
-def _ready(job: Submitted, is_meant: Callable[[EnginePod], bool]) -> EnginePod:
+def _await_ready_pod(job: SubmittedJob, is_meant: Callable[[EnginePod], bool]) -> EnginePod:
     def found() -> EnginePod | None:
         return next((pod for pod in engine_pods(job) if pod.is_ready and is_meant(pod)), None)
 
-    engine = until(found, seconds=TRAINING_SECONDS, waiting_for=job.told)
+    engine = until(found, seconds=TRAINING_SECONDS, waiting_for=job.describe)
     assert engine is not None
     return engine
 
 
-def await_answers(job: Submitted, engine: EnginePod) -> None:
+def await_answers(job: SubmittedJob, engine: EnginePod) -> None:
     """Return while an engine computes answers."""
     at = f"--namespace={job.namespace}"
     job.nodes.plane.kubectl("exec", engine.name, at, "--", "python", "-c", _AWAIT_WORK)
 
 
-def kill_engine(job: Submitted, engine: EnginePod) -> None:
+def kill_engine(job: SubmittedJob, engine: EnginePod) -> None:
     """All of its processes end without a word."""
     for pid in job.nodes.pids(job.namespace, engine.name):
         with suppress(ProcessLookupError, FileNotFoundError):
@@ -119,9 +119,9 @@ def kill_engine(job: Submitted, engine: EnginePod) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def away_from_trainer(job: Submitted) -> EnginePod:
+def away_from_trainer(job: SubmittedJob) -> EnginePod:
     """Return the engine once it is on another node than the only trainer."""
-    engine, (trainer,) = ready_engine(job), job.pods().values()
+    engine, (trainer,) = ready_engine(job), job.pod_nodes().values()
     if engine.node != trainer:
         return engine
     kubectl = job.nodes.plane.kubectl
@@ -169,13 +169,13 @@ def job_with_engine(model: str) -> Job:
     }
 
 
-def answers(run: Run) -> dict[int, list[dict[str, Any]]]:
+def read_answers(run: Run) -> dict[int, list[dict[str, Any]]]:
     """The answers of each step with what they were paid, by group and member."""
     files = {int(path.stem.removeprefix("step-")): path for path in run.folder.glob("samples/step-*.jsonl")}
     return {step: [json.loads(line) for line in files[step].read_text().splitlines()] for step in sorted(files)}
 
 
-def shown_score(nodes: Cluster, job: Submitted) -> str:
+def shown_score(nodes: Cluster, job: SubmittedJob) -> str:
     """Return what `kubectl get` shows under SCORE."""
     head, row = nodes.plane.kubectl("get", "mtj", job.name, f"--namespace={job.namespace}").splitlines()
     begin = head.index("SCORE")
@@ -183,10 +183,10 @@ def shown_score(nodes: Cluster, job: Submitted) -> str:
 
 
 def _engine_pod(pod: Any) -> EnginePod:
-    about, [container] = pod["metadata"], pod["status"].get("containerStatuses", [{}])
+    metadata, [container] = pod["metadata"], pod["status"].get("containerStatuses", [{}])
     return EnginePod(
-        about["name"],
-        about["uid"],
+        metadata["name"],
+        metadata["uid"],
         pod["spec"].get("nodeName", ""),
         container.get("restartCount", 0),
         container.get("ready", False),

@@ -11,21 +11,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.nodes.cluster import Cluster
-from cluster.nodes.recovery import Member
+from cluster.nodes.recovery import GangPod
 from cluster.waiting import until
 
 # Each pod has a /tmp of its own.
 SHIFT_FILE = "/tmp/shift"
 
 
-def kill_rank(member: Member) -> None:
+def kill_rank(member: GangPod) -> None:
     """Its process ends without a word."""
-    os.kill(_rank(member), signal.SIGKILL)
+    os.kill(_rank_pid(member), signal.SIGKILL)
 
 
-def hold_rank(member: Member) -> None:
+def pause_rank(member: GangPod) -> None:
     """Its process stands still: it does not end, it answers no request."""
-    os.kill(_rank(member), signal.SIGSTOP)
+    os.kill(_rank_pid(member), signal.SIGSTOP)
 
 
 def kill_pod(nodes: Cluster, namespace: str, pod: str) -> None:
@@ -33,12 +33,12 @@ def kill_pod(nodes: Cluster, namespace: str, pod: str) -> None:
     nodes.plane.kubectl("delete", "pod", pod, f"--namespace={namespace}", "--grace-period=0", "--force")
 
 
-def kill_processes(member: Member) -> None:
+def kill_processes(member: GangPod) -> None:
     """All of a pod's end without a word: the kernel ends those of a container with its first."""
     os.kill(member.launcher, signal.SIGKILL)
 
 
-def damage(checkpoint: Path) -> None:
+def damage_checkpoint(checkpoint: Path) -> None:
     """One byte of its largest file is another."""
     largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
@@ -48,7 +48,7 @@ def damage(checkpoint: Path) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
-def _rank(member: Member) -> int:
+def _rank_pid(member: GangPod) -> int:
     if member.rank is None:
         raise AssertionError(f"{member.name} holds no rank")
     return member.rank
@@ -73,12 +73,12 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/exe").exists()
 
 
-def hold_launcher(member: Member) -> None:
+def hold_launcher(member: GangPod) -> None:
     """The launcher stands still, and so do those that it would end."""
     os.kill(member.launcher, signal.SIGSTOP)
 
 
-def let_go(member: Member) -> None:
+def resume_rank(member: GangPod) -> None:
     """Let what was held continue, if it still exists."""
     for pid in (member.rank, member.launcher):
         if pid is not None:
@@ -87,24 +87,24 @@ def let_go(member: Member) -> None:
 
 
 @contextmanager
-def standing_still(member: Member) -> Iterator[None]:
+def standing_still(member: GangPod) -> Iterator[None]:
     """Its rank does, and so do those that wait for it."""
-    hold_rank(member)
+    pause_rank(member)
     try:
         yield
     finally:
-        let_go(member)
+        resume_rank(member)
 
 
-def starve(nodes: Cluster, namespace: str, member: Member) -> None:
+def exhaust_memory(nodes: Cluster, namespace: str, member: GangPod) -> None:
     """Memory runs out in its pod, and the kernel takes it from the rank."""
-    Path(f"/proc/{_rank(member)}/oom_score_adj").write_text("1000")
+    Path(f"/proc/{_rank_pid(member)}/oom_score_adj").write_text("1000")
     # Many, none of which is as large as the rank: the kernel takes the largest.
     hog = "import os, time\nfor _ in range(4): os.fork()\nheld = bytes([1]) * (1 << 28)\ntime.sleep(600)"
     command = nodes.plane.kubectl_command("exec", member.name, f"--namespace={namespace}", "--", "python", "-c", hog)
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: not is_alive(_rank(member)), waiting_for="the kernel to end the rank")
+        until(lambda: not is_alive(_rank_pid(member)), waiting_for="the kernel to end the rank")
     finally:
         asking.kill()
         asking.wait()
@@ -113,7 +113,7 @@ def starve(nodes: Cluster, namespace: str, member: Member) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def fill(folder: Path) -> None:
+def fill_volume(folder: Path) -> None:
     """No byte is left on the volume that a folder is on."""
     with (folder / "filling").open("wb") as file:
         try:
@@ -125,7 +125,7 @@ def fill(folder: Path) -> None:
                 raise
 
 
-def drain(nodes: Cluster, node: str, job: str) -> None:
+def drain_node(nodes: Cluster, node: str, job: str) -> None:
     """The pods of a job leave a node, which takes no others."""
     nodes.plane.kubectl("drain", node, f"--pod-selector=moejob.dev/job={job}", "--force", "--delete-emptydir-data")
 

@@ -42,7 +42,7 @@ class Image:
     blobs: Mapping[str, Blob]
 
 
-def image_of(path: Path) -> Image:
+def read_image(path: Path) -> Image:
     """The only image of an OCI archive or folder. Nothing is unpacked: its blobs stay where they are."""
     found = dict(_in_folder(path) if path.is_dir() else _in_archive(path))
     index: dict[str, Any] = json.loads(found["index.json"].read())
@@ -67,7 +67,7 @@ def _in_archive(path: Path) -> Iterator[tuple[str, Blob]]:
 
 def write_variant(target: Path, source: Path, changed: Mapping[str, Sequence[str]]) -> Path:
     """A folder with an image that differs from another in what it starts: Entrypoint, Cmd. Layers are shared."""
-    image = image_of(source)
+    image = read_image(source)
     blobs = target / BLOBS
     blobs.mkdir(parents=True)
     for name, blob in image.blobs.items():
@@ -76,16 +76,16 @@ def write_variant(target: Path, source: Path, changed: Mapping[str, Sequence[str
     config = json.loads(image.blobs[image.config].read())
     config["config"] |= {name: [*words] for name, words in changed.items()}
     manifest = json.loads(image.blobs[image.manifest].read())
-    manifest["config"] |= _placed(blobs, _json(config))
-    entry = {"mediaType": image.media_type, **_placed(blobs, _json(manifest))}
-    (target / "index.json").write_bytes(_json({"schemaVersion": 2, "manifests": [entry]}))
-    (target / "oci-layout").write_bytes(_json({"imageLayoutVersion": "1.0.0"}))
+    manifest["config"] |= _placed(blobs, _encode_json(config))
+    entry = {"mediaType": image.media_type, **_placed(blobs, _encode_json(manifest))}
+    (target / "index.json").write_bytes(_encode_json({"schemaVersion": 2, "manifests": [entry]}))
+    (target / "oci-layout").write_bytes(_encode_json({"imageLayoutVersion": "1.0.0"}))
     return target
 
 
 def _placed(blobs: Path, content: bytes) -> dict[str, object]:
-    (blobs / _digest(content).removeprefix("sha256:")).write_bytes(content)
-    return {"digest": _digest(content), "size": len(content)}
+    (blobs / _compute_digest(content).removeprefix("sha256:")).write_bytes(content)
+    return {"digest": _compute_digest(content), "size": len(content)}
 
 
 def write_small_image(
@@ -97,22 +97,22 @@ def write_small_image(
         "architecture": "amd64",
         "os": "linux",
         "config": {"Entrypoint": list(command), "Env": ["PATH=/bin"], "User": user},
-        "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
+        "rootfs": {"type": "layers", "diff_ids": [_compute_digest(layer)]},
     }
-    blobs = [_json(config), layer]
+    blobs = [_encode_json(config), layer]
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST,
-        "config": _descriptor(CONFIG, blobs[0]),
-        "layers": [_descriptor(LAYER, layer)],
+        "config": _build_descriptor(CONFIG, blobs[0]),
+        "layers": [_build_descriptor(LAYER, layer)],
     }
-    blobs.append(_json(manifest))
-    index = {"schemaVersion": 2, "manifests": [_descriptor(MANIFEST, blobs[-1])]}
+    blobs.append(_encode_json(manifest))
+    index = {"schemaVersion": 2, "manifests": [_build_descriptor(MANIFEST, blobs[-1])]}
     with tarfile.open(path, "w") as archive:
-        _add(archive, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}))
-        _add(archive, "index.json", _json(index))
+        _add_file(archive, "oci-layout", _encode_json({"imageLayoutVersion": "1.0.0"}))
+        _add_file(archive, "index.json", _encode_json(index))
         for blob in blobs:
-            _add(archive, BLOBS + _digest(blob).removeprefix("sha256:"), blob)
+            _add_file(archive, BLOBS + _compute_digest(blob).removeprefix("sha256:"), blob)
     return path
 
 
@@ -120,7 +120,7 @@ def _layer(files: Mapping[str, Path], links: Mapping[str, str]) -> bytes:
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as layer:
         for name, source in files.items():
-            _add(layer, name, source.read_bytes(), mode=0o755)
+            _add_file(layer, name, source.read_bytes(), mode=0o755)
         for name, target in links.items():
             link = tarfile.TarInfo(name)
             link.type, link.linkname = tarfile.SYMTYPE, target
@@ -128,19 +128,19 @@ def _layer(files: Mapping[str, Path], links: Mapping[str, str]) -> bytes:
     return written.getvalue()
 
 
-def _add(archive: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
+def _add_file(archive: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.mode = len(content), mode
     archive.addfile(member, io.BytesIO(content))
 
 
-def _descriptor(media_type: str, content: bytes) -> dict[str, object]:
-    return {"mediaType": media_type, "digest": _digest(content), "size": len(content)}
+def _build_descriptor(media_type: str, content: bytes) -> dict[str, object]:
+    return {"mediaType": media_type, "digest": _compute_digest(content), "size": len(content)}
 
 
-def _digest(content: bytes) -> str:
+def _compute_digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def _json(content: object) -> bytes:
+def _encode_json(content: object) -> bytes:
     return json.dumps(content, sort_keys=True).encode()

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from cluster.binaries import Report, found_or_built
-from cluster.nodes.cluster import Cluster, user
+from cluster.binaries import Report, find_or_build
+from cluster.nodes.cluster import Cluster, write_kubeconfig
 from cluster.nodes.node import Node
-from cluster.nodes.packages import firewall
+from cluster.nodes.packages import find_firewall
 
 NAME = "kube-router"
 HEALTH_PORT = 20244
@@ -30,19 +30,19 @@ CHAINS = r"KUBE-ROUTER-\|KUBE-POD-FW-\|KUBE-NWPLCY-"
 
 
 @contextmanager
-def enforced_by_kube_router(nodes: Cluster, folder: Path, report: Report) -> Iterator[None]:
+def enforce_with_kube_router(nodes: Cluster, folder: Path, report: Report) -> Iterator[None]:
     """Policies hold on the nodes of a cluster; afterwards none does."""
-    program = found_or_built([NAME], report)[NAME]
-    words = firewall(folder / "firewall", report)
-    kubeconfig = user(nodes.plane, NAME, "system:masters")
+    program = find_or_build([NAME], report)[NAME]
+    words = find_firewall(folder / "firewall", report)
+    kubeconfig = write_kubeconfig(nodes.plane, NAME, "system:masters")
     with ExitStack() as ending:
         for node in nodes.nodes.values():
-            ending.callback(_forget, node, words)
-            _start(node, [*words, program, *FLAGS, f"--kubeconfig={kubeconfig}"], ending)
+            ending.callback(_remove_filters, node, words)
+            _start_router(node, [*words, program, *FLAGS, f"--kubeconfig={kubeconfig}"], ending)
         yield
 
 
-def _start(node: Node, command: Sequence[str | Path], ending: ExitStack) -> None:
+def _start_router(node: Node, command: Sequence[str | Path], ending: ExitStack) -> None:
     running = node.process(NAME, *command, f"--hostname-override={node.name}")
     ending.callback(running.stop)
     running.start()
@@ -61,7 +61,7 @@ def _is_well(address: IPv4Address) -> bool:
         asked.close()
 
 
-def _forget(node: Node, words: Sequence[str]) -> None:
+def _remove_filters(node: Node, words: Sequence[str]) -> None:
     """Remove its packet filters, which outlive it, and leave those of the kubelet: its own clean-up removes none."""
     kept = f"iptables-save --table filter | grep --invert-match '{CHAINS}' | iptables-restore"
-    node.enclosure.run(*words, "sh", "-c", f"{kept} && ipset destroy")
+    node.namespaces.run(*words, "sh", "-c", f"{kept} && ipset destroy")

@@ -32,31 +32,33 @@ _SAVED = re.compile(r"step \d+ is saved")
 _SOMETIMES = re.compile(r"\bClaimPending\b")
 
 
-def table(text: str) -> str:
+def normalise_table(text: str) -> str:
     """A table of kubectl: its columns as wide as what is left in them."""
     head, *lines = text.splitlines()
-    begins = [found.start() for found in _COLUMN.finditer(head)]
-    names = _cells(head, begins)
-    rows = [[_cell(name, cell) for name, cell in zip(names, _cells(line, begins), strict=True)] for line in lines]
+    begins = [match.start() for match in _COLUMN.finditer(head)]
+    names = _split_cells(head, begins)
+    rows = [
+        [_mask_cell(name, cell) for name, cell in zip(names, _split_cells(line, begins), strict=True)] for line in lines
+    ]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    return "\n".join(_aligned(row, widths) for row in (names, *rows))
+    return "\n".join(_align_row(row, widths) for row in (names, *rows))
 
 
-def description(text: str) -> str:
+def normalise_description(text: str) -> str:
     """Return what `kubectl describe` says, its events included."""
     fields, _, events = text.partition("Events:\n")
     total = re.search(r"Total Steps: +(\d+)", fields)
-    told = [_field(line, total[1] if total else "") for line in fields.splitlines()]
+    lines = [_mask_field(line, total[1] if total else "") for line in fields.splitlines()]
     if not events:
-        return "\n".join(told)
+        return "\n".join(lines)
     # Indented, with a rule of dashes under the head.
     head, _, *rows = (line[2:] for line in events.splitlines() if not _SOMETIMES.search(line))
-    return "\n".join([*told, "Events:", table("\n".join([head, *rows]))])
+    return "\n".join([*lines, "Events:", normalise_table("\n".join([head, *rows]))])
 
 
-def compared(name: str, sections: Sequence[tuple[str, str]], namespace: str = "") -> tuple[str, str]:
+def compare_with_file(name: str, sections: Sequence[tuple[str, str]], namespace: str = "") -> tuple[str, str]:
     """Return what is shown and what the file says, which is the same when files are written."""
-    shown = "\n\n".join(f"$ kubectl {asked}\n{said.rstrip()}" for asked, said in sections) + "\n"
+    shown = "\n\n".join(f"$ kubectl {command}\n{output.rstrip()}" for command, output in sections) + "\n"
     shown = re.sub(r"[ \t]+$", "", _UID.sub("<uid>", shown), flags=re.MULTILINE)
     shown = shown.replace(namespace, "<namespace>") if namespace else shown
     file = FOLDER / f"{name}.txt"
@@ -66,36 +68,36 @@ def compared(name: str, sections: Sequence[tuple[str, str]], namespace: str = ""
     return shown, file.read_text()
 
 
-def _cells(line: str, begins: Sequence[int]) -> list[str]:
+def _split_cells(line: str, begins: Sequence[int]) -> list[str]:
     ends = [*begins[1:], len(line)]
     return [line[begin : max(begin, end)].strip() for begin, end in zip(begins, ends, strict=True)]
 
 
-def _cell(column: str, value: str) -> str:
+def _mask_cell(column: str, value: str) -> str:
     if column == "STEP":
-        return _steps(value)
+        return _mask_steps(value)
     return f"<{column.lower()}>" if value and column in _MOVING else value
 
 
-def _steps(value: str) -> str:
+def _mask_steps(value: str) -> str:
     """Of a run that has ended by itself, the step is the same each time."""
-    found = _STEPS.fullmatch(value)
-    if found is None or found["step"] == found["total"]:
+    match = _STEPS.fullmatch(value)
+    if match is None or match["step"] == match["total"]:
         return value
-    return f"<n>{found['rest'] or ''}"
+    return f"<n>{match['rest'] or ''}"
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+def _align_row(row: Sequence[str], widths: Sequence[int]) -> str:
     return "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _field(line: str, total: str) -> str:
-    found = _FIELD.fullmatch(line)
-    if found is None:
+def _mask_field(line: str, total: str) -> str:
+    match = _FIELD.fullmatch(line)
+    if match is None:
         return line
-    name, value = found["name"], found["value"]
+    name, value = match["name"], match["value"]
     if name == "Step" and value != total:
-        return f"{found['key']}{_steps(value)}"
+        return f"{match['key']}{_mask_steps(value)}"
     if name in _MOVING_FIELDS and value != "0":
-        return f"{found['key']}<{name.lower()}>"
-    return f"{found['key']}{_SAVED.sub('step <n> is saved', value)}"
+        return f"{match['key']}<{name.lower()}>"
+    return f"{match['key']}{_SAVED.sub('step <n> is saved', value)}"

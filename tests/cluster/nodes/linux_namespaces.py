@@ -18,11 +18,11 @@ NETWORK = ("net",)
 MACHINE = ("net", "mount", "uts", "pid")
 
 
-class EnclosureError(Exception):
-    """A command in an enclosure failed; its words are the message."""
+class NamespaceError(Exception):
+    """A command in namespaces failed; its words are the message."""
 
 
-class Enclosure:
+class LinuxNamespaces:
     """Namespaces of the given kinds; `first` is a program that does nothing and buries orphans."""
 
     def __init__(self, name: str, kinds: Sequence[str], first: Path, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Enclosure:
     def start(self) -> None:
         """Return when commands can run in it."""
         self._process.start()
-        self._process.wait_until(lambda: self._found() is not None)
+        self._process.wait_until(lambda: self._find_first_pid() is not None)
 
     def stop(self) -> None:
         """End all that is in it."""
@@ -46,20 +46,20 @@ class Enclosure:
     @property
     def pid(self) -> int:
         """The first process, as the machine numbers it."""
-        found = self._found()
-        if found is None:
-            raise EnclosureError(f"{self._process.name} does not run: it was not started, or something has ended it")
-        return found
+        first_pid = self._find_first_pid()
+        if first_pid is None:
+            raise NamespaceError(f"{self._process.name} does not run: it was not started, or something has ended it")
+        return first_pid
 
-    def command(self, *words: str | Path) -> list[str | Path]:
+    def wrap_command(self, *words: str | Path) -> list[str | Path]:
         """Return what runs a command in it."""
         return ["nsenter", f"--target={self.pid}", *(f"--{kind}" for kind in self._kinds), "--", *words]
 
     def run(self, *words: str | Path) -> str:
         """Return what a command prints that runs in it."""
-        return printed(*self.command(*words))
+        return run_command(*self.wrap_command(*words))
 
-    def _found(self) -> int | None:
+    def _find_first_pid(self) -> int | None:
         pid = self._process.pid
         if pid is None or not self._has_processes:
             return pid if pid is not None and self._is_first(pid) else None
@@ -74,9 +74,9 @@ class Enclosure:
             return False
 
 
-def printed(*words: str | Path) -> str:
+def run_command(*words: str | Path) -> str:
     """Return what a command prints."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
-    if done.returncode:
-        raise EnclosureError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    result = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
+    if result.returncode:
+        raise NamespaceError(f"{' '.join(map(str, words))}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

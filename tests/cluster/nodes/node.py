@@ -17,8 +17,8 @@ from cluster.nodes.kubelet import (
     write_kubelet_settings,
     write_pod_network,
 )
-from cluster.nodes.linux_namespaces import MACHINE, Enclosure
-from cluster.nodes.runtime import Places, Runtime
+from cluster.nodes.linux_namespaces import MACHINE, LinuxNamespaces
+from cluster.nodes.runtime import ProgramFolders, Runtime
 from cluster.processes import Process
 
 CNI_PROGRAMS = ("bridge", "host-local", "loopback")
@@ -54,29 +54,29 @@ class Node:
     def __init__(self, joins: Membership, programs: Programs, folder: Path, kept: Path, registry: str) -> None:
         self.name = joins.name
         self.joins = joins
-        self.enclosure = Enclosure(joins.name, MACHINE, programs.paths["pause"], folder)
+        self.namespaces = LinuxNamespaces(joins.name, MACHINE, programs.paths["pause"], folder)
         self._programs = programs
         self._folder = folder
         self._kept = kept
         self._cgroup = Cgroup(joins.cgroup)
         cni_programs = tuple(sorted({programs.paths[name].parent for name in CNI_PROGRAMS}))
-        self._places = Places(folder, cni_programs, folder / "cni", registry)
+        self._places = ProgramFolders(folder, cni_programs, folder / "cni", registry)
 
     def start_machine(self) -> None:
         """The namespaces alone: a machine that nothing runs on."""
         self._folder.mkdir()
         self._cgroup.create()
-        self.enclosure.start()
-        self._mount()
-        self.enclosure.run("hostname", self.name)
+        self.namespaces.start()
+        self._mount_folders()
+        self.namespaces.run("hostname", self.name)
         for setting in ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables"):
-            self.enclosure.run("sh", "-c", f"echo 1 >/proc/sys/{setting}")
+            self.namespaces.run("sh", "-c", f"echo 1 >/proc/sys/{setting}")
 
     def start(self) -> None:
         """All that runs on the machine, once it is plugged in."""
         words = self._programs.words
         write_pod_network(self._folder / "cni", self.joins)
-        self.runtime = Runtime(self.enclosure, self._places, self._programs.paths, words)
+        self.runtime = Runtime(self.namespaces, self._places, self._programs.paths, words)
         self.runtime.start()
         settings = write_kubelet_settings(self._folder / "kubelet.json", self.joins)
         self.kubelet = self._process("kubelet", *kubelet_flags(settings, self.joins))
@@ -86,7 +86,7 @@ class Node:
 
     def stop(self) -> None:
         """End the machine with all that is on it."""
-        self.enclosure.stop()
+        self.namespaces.stop()
         self._cgroup.remove()
 
     def start_kubelet(self) -> None:
@@ -102,17 +102,17 @@ class Node:
         """Give the node's network these packet filters, all at once."""
         file = self._folder / "filters.nft"
         file.write_text(rules)
-        self.enclosure.run(*self._programs.words, self._programs.paths["nft"], "--file", file)
+        self.namespaces.run(*self._programs.words, self._programs.paths["nft"], "--file", file)
 
     def process(self, name: str, *words: str | Path) -> Process:
         """A program that runs on the node beside all else, once it is started."""
-        return Process(name, self.enclosure.command(*words), self._folder)
+        return Process(name, self.namespaces.wrap_command(*words), self._folder)
 
-    def path(self, inside: Path) -> Path:
+    def host_path(self, inside: Path) -> Path:
         """Return where the machine sees what the node sees at a path."""
-        return Path(f"/proc/{self.enclosure.pid}/root{inside}")
+        return Path(f"/proc/{self.namespaces.pid}/root{inside}")
 
-    def _mount(self) -> None:
+    def _mount_folders(self) -> None:
         """The places where programs of a node write are the node's own; all else is seen as the machine has it."""
         own = self._folder / "own"
         for name in ("lib/containerd", "log", "tunables"):
@@ -123,14 +123,14 @@ class Node:
             Path("/var/lib"): own / "lib",
             Path("/var/log"): own / "log",
         }
-        self.enclosure.run("mount", "--make-rshared", "/")
-        self.enclosure.run("mount", "-t", "tmpfs", "run", "/run")
+        self.namespaces.run("mount", "--make-rshared", "/")
+        self.namespaces.run("mount", "-t", "tmpfs", "run", "/run")
         for name, value in TUNABLES.items():
             file = own / "tunables" / Path(name).name
             file.write_text(value)
             bound[Path("/proc/sys") / name] = file
         for target, source in bound.items():
-            self.enclosure.run("mount", "--rbind", source, target)
+            self.namespaces.run("mount", "--rbind", source, target)
 
     def _process(self, name: str, *flags: str) -> Process:
         return self.process(name, *self._programs.words, self._programs.paths[name], *flags)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.nodes.cgroups import missing_controllers
 from cluster.nodes.cluster import Settings
-from cluster.nodes.linux_namespaces import MACHINE, EnclosureError, printed
+from cluster.nodes.linux_namespaces import MACHINE, NamespaceError, run_command
 
 # Of iproute2, util-linux and e2fsprogs.
 COMMANDS = ("ip", "losetup", "mkfs.ext4", "mount", "nsenter", "openssl", "setpriv", "unshare")
@@ -22,7 +22,7 @@ FEATURES = {
 }
 
 
-def obstacles(settings: Settings) -> list[str]:
+def find_obstacles(settings: Settings) -> list[str]:
     """Every reason; none where nodes can run."""
     if os.geteuid() != 0:
         return ["not root"]
@@ -36,19 +36,19 @@ def _of_the_kernel() -> Iterator[str]:
     yield from (f"no cgroup controller {name}" for name in missing_controllers())
     if "\toverlay\n" not in Path("/proc/filesystems").read_text():
         yield "the kernel has no overlay file system"
-    refusal = _refusal("true")
+    refusal = _find_refusal("true")
     if refusal is not None:
         yield f"the kernel makes no namespaces: {refusal}"
         return
     for feature, command in FEATURES.items():
-        refusal = _refusal(command)
+        refusal = _find_refusal(command)
         if refusal is not None:
             yield f"no {feature} in a namespace: {refusal}"
 
 
 def _of_the_network(settings: Settings) -> Iterator[str]:
     wanted = (settings.addresses.nodes, settings.addresses.pods)
-    for route in printed("ip", "-4", "route").splitlines():
+    for route in run_command("ip", "-4", "route").splitlines():
         taken = route.split()[0]
         # Where another run has such a cluster now, this one waits for its end.
         is_elsewhere = f"dev {settings.owner}" not in route
@@ -56,11 +56,11 @@ def _of_the_network(settings: Settings) -> Iterator[str]:
             yield f"this machine has a route to {taken} already, which the nodes need for themselves"
 
 
-def _refusal(command: str) -> str | None:
+def _find_refusal(command: str) -> str | None:
     """Return what a node's namespaces say to a command; None when it does what it should."""
     flags = [*(f"--{kind}" for kind in MACHINE), "--fork", "--kill-child", "--mount-proc"]
     try:
-        printed("unshare", *flags, "sh", "-c", command)
-    except EnclosureError as refusal:
+        run_command("unshare", *flags, "sh", "-c", command)
+    except NamespaceError as refusal:
         return str(refusal)
     return None

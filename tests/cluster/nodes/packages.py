@@ -50,25 +50,25 @@ class Unpacked:
     libraries: tuple[Path, ...]
 
 
-def found_or_unpacked(report: Report) -> Unpacked:
+def find_or_unpack(report: Report) -> Unpacked:
     """Return where each program is."""
     installed = {name: path for name in PACKAGES.keys() - NOT_FROM_PATH if (path := shutil.which(name))}
     wanted = sorted(PACKAGES.keys() - installed)
-    folders = {name: _unpacked(name, PACKAGES[name], report) for name in wanted}
+    folders = {name: _unpack_if_missing(name, PACKAGES[name], report) for name in wanted}
     return Unpacked(
         {name: Path(path) for name, path in installed.items()}
-        | {name: _program(folders[name], name) for name in wanted},
+        | {name: _find_program(folders[name], name) for name in wanted},
         tuple(folder / library for folder in folders.values() for library in LIBRARIES),
     )
 
 
-def firewall(folder: Path, report: Report) -> list[str]:
+def find_firewall(folder: Path, report: Report) -> list[str]:
     """Return the words that let a command find ipset and iptables; `folder`, which is made, gets their programs."""
-    unpacked = {name: _unpacked(name, packages, report) for name, packages in FIREWALL.items()}
+    unpacked = {name: _unpack_if_missing(name, packages, report) for name, packages in FIREWALL.items()}
     folder.mkdir()
-    (folder / IPSET).symlink_to(_program(unpacked[IPSET], IPSET))
+    (folder / IPSET).symlink_to(_find_program(unpacked[IPSET], IPSET))
     for name in _IPTABLES_NAMES:
-        (folder / name).symlink_to(_program(unpacked[IPTABLES], _IPTABLES_PROGRAM))
+        (folder / name).symlink_to(_find_program(unpacked[IPTABLES], _IPTABLES_PROGRAM))
     libraries = [str(root / library) for root in unpacked.values() for library in LIBRARIES]
     return [
         "env",
@@ -78,40 +78,40 @@ def firewall(folder: Path, report: Report) -> list[str]:
     ]
 
 
-def faketime(report: Report) -> Path:
+def find_faketime(report: Report) -> Path:
     """The library of that name."""
-    folder = _unpacked(FAKETIME, (FAKETIME,), report)
+    folder = _unpack_if_missing(FAKETIME, (FAKETIME,), report)
     return folder / LIBRARIES[0] / "faketime" / "libfaketime.so.1"
 
 
-def _unpacked(name: str, packages: Iterable[str], report: Report) -> Path:
+def _unpack_if_missing(name: str, packages: Iterable[str], report: Report) -> Path:
     folder = cache() / "debian" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder, report):
         if not folder.exists():
-            _unpack(packages, folder)
+            _unpack_packages(packages, folder)
             report(f"unpacked Debian's {name}")
     return folder
 
 
-def _unpack(packages: Iterable[str], target: Path) -> None:
+def _unpack_packages(packages: Iterable[str], target: Path) -> None:
     apt, dpkg = shutil.which("apt-get"), shutil.which("dpkg-deb")
     if apt is None or dpkg is None:
         raise MissingProgramError(f"{target.name}: not in $PATH, and only Debian and its kin can fetch it; install it")
     with tempfile.TemporaryDirectory(dir=target.parent) as unfinished:
         downloads, root = Path(unfinished, "downloads"), Path(unfinished, "root")
         downloads.mkdir()
-        _run(apt, "download", *packages, folder=downloads)
+        _run_command(apt, "download", *packages, folder=downloads)
         for package in downloads.glob("*.deb"):
-            _run(dpkg, "--extract", package, root, folder=downloads)
+            _run_command(dpkg, "--extract", package, root, folder=downloads)
         root.rename(target)
 
 
-def _program(folder: Path, name: str) -> Path:
+def _find_program(folder: Path, name: str) -> Path:
     return next(path for below in FOLDERS if (path := folder / below / name).exists())
 
 
-def _run(*command: str | Path, folder: Path) -> None:
+def _run_command(*command: str | Path, folder: Path) -> None:
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"}
     )

@@ -80,7 +80,7 @@ class Pods:
 
     def await_phase(self, name: str, phase: str) -> None:
         """Return when a pod is in a phase."""
-        until(lambda: self.phase(name) == phase, waiting_for=lambda: f"{phase}: {self.told(name)}")
+        until(lambda: self.phase(name) == phase, waiting_for=lambda: f"{phase}: {self.describe(name)}")
 
     def get(self, name: str) -> Any:
         """One pod."""
@@ -116,7 +116,7 @@ class Pods:
         """Return what a script writes in a pod that runs."""
         return self.plane.kubectl("exec", name, f"--namespace={self.namespace}", "--", "sh", "-c", script)
 
-    def told(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return what Kubernetes has to say of one."""
         return self.plane.kubectl("describe", "pod", name, f"--namespace={self.namespace}")
 
@@ -129,13 +129,13 @@ class Pods:
 
     def create_claim(self, name: str, size: str = "1Gi", storage_class: str | None = None) -> None:
         """A claim that many pods may use at once; of the default class unless another is given."""
-        self.plane.api.create(self._path("persistentvolumeclaims"), claim(name, size, storage_class))
+        self.plane.api.create(self._path("persistentvolumeclaims"), build_claim(name, size, storage_class))
 
     def _path(self, rest: str) -> str:
         return f"/api/v1/namespaces/{self.namespace}/{rest}"
 
 
-def claim(name: str, size: str, storage_class: str | None) -> dict[str, Any]:
+def build_claim(name: str, size: str, storage_class: str | None) -> dict[str, Any]:
     """A claim that many pods may use at once."""
     spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}}
     if storage_class is not None:

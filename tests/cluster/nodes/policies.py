@@ -40,7 +40,7 @@ class PodAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ClusterView:
     """All that filters follow from."""
 
     policies: Sequence[Body]
@@ -49,12 +49,12 @@ class Seen:
     namespaces: Mapping[str, Mapping[str, str]]
 
 
-def filters(seen: Seen) -> str:
+def build_filters(view: ClusterView) -> str:
     """The packet filters of every node, in the words of nft; each node forwards to its own pods alone."""
     isolated: dict[str, list[str]] = {}
-    for policy in seen.policies:
-        for pod in _selected(policy, seen.pods):
-            isolated.setdefault(pod.address, []).extend(_allowed(policy, pod, seen))
+    for policy in view.policies:
+        for pod in _selected_pods(policy, view.pods):
+            isolated.setdefault(pod.address, []).extend(_allow_rules(policy, pod, view))
     rules = [f"ip daddr {address} {allowed}" for address, ways in isolated.items() for allowed in ways]
     refused = [f"ip daddr {{ {', '.join(isolated)} }} {REFUSAL}"] if isolated else []
     lines = ["type filter hook forward priority filter; policy accept;", "ct state established,related accept"]
@@ -62,61 +62,61 @@ def filters(seen: Seen) -> str:
     return f"table ip {TABLE}\ndelete table ip {TABLE}\ntable ip {TABLE} {{\n  chain forward {{\n{chain}\n  }}\n}}\n"
 
 
-def _selected(policy: Body, pods: Iterable[PodAddress]) -> Iterator[PodAddress]:
+def _selected_pods(policy: Body, pods: Iterable[PodAddress]) -> Iterator[PodAddress]:
     spec, namespace = policy["spec"], policy["metadata"]["namespace"]
     if "Ingress" not in spec["policyTypes"]:
         raise UnknownPolicyError(f"{policy['metadata']['name']} is not for ingress, which alone is enforced here")
     return (pod for pod in pods if pod.namespace == namespace and matches(spec["podSelector"], pod.labels))
 
 
-def _allowed(policy: Body, pod: PodAddress, seen: Seen) -> Iterator[str]:
+def _allow_rules(policy: Body, pod: PodAddress, view: ClusterView) -> Iterator[str]:
     for rule in policy["spec"].get("ingress", ()):
-        sources = _sources(policy, rule, seen)
+        sources = _source_addresses(policy, rule, view)
         # Peers that are named and have no pod are no one, and no peers named are everybody.
         if sources is not None and not sources:
             continue
         origin = "" if sources is None else f"ip saddr {{ {', '.join(sources)} }} "
         ports = rule.get("ports")
-        for way in [""] if ports is None else [_port(port, pod) for port in ports]:
+        for way in [""] if ports is None else [_match_port(port, pod) for port in ports]:
             yield f"{origin}{way}accept"
 
 
-def _sources(policy: Body, rule: Body, seen: Seen) -> list[str] | None:
+def _source_addresses(policy: Body, rule: Body, view: ClusterView) -> list[str] | None:
     peers = rule.get("from")
     if not peers:
         return None
-    own = policy["metadata"]["namespace"]
-    return sorted({pod.address for pod in seen.pods if any(_is_peer(peer, pod, own, seen) for peer in peers)})
+    own_namespace = policy["metadata"]["namespace"]
+    return sorted({pod.address for pod in view.pods if any(_is_peer(peer, pod, own_namespace, view) for peer in peers)})
 
 
-def _is_peer(peer: Body, pod: PodAddress, own_namespace: str, seen: Seen) -> bool:
+def _is_peer(peer: Body, pod: PodAddress, own_namespace: str, view: ClusterView) -> bool:
     if peer.keys() - {"podSelector", "namespaceSelector"}:
         raise UnknownPolicyError(f"a peer {dict(peer)} is more than pods of namespaces")
     spaces = peer.get("namespaceSelector")
     if spaces is None and pod.namespace != own_namespace:
         return False
-    if spaces is not None and not matches(spaces, seen.namespaces.get(pod.namespace, {})):
+    if spaces is not None and not matches(spaces, view.namespaces.get(pod.namespace, {})):
         return False
     return matches(peer.get("podSelector", {}), pod.labels)
 
 
-def _port(port: Body, pod: PodAddress) -> str:
+def _match_port(port: Body, pod: PodAddress) -> str:
     number = port.get("port")
     if "endPort" in port or number is None:
         raise UnknownPolicyError(f"ports {dict(port)} are not one port")
-    found = number if isinstance(number, int) else pod.ports[number]
-    return f"{port.get('protocol', 'TCP').lower()} dport {found} "
+    port_number = number if isinstance(number, int) else pod.ports[number]
+    return f"{port.get('protocol', 'TCP').lower()} dport {port_number} "
 
 
 def matches(selector: Body, labels: Mapping[str, str]) -> bool:
     """Return whether a label selector of the API selects these labels; an empty one selects all."""
     if "matchExpressions" in selector:
         raise UnknownPolicyError(f"expressions are not read here: {dict(selector)}")
-    wanted: Mapping[str, str] = selector.get("matchLabels", {})
-    return wanted.items() <= labels.items()
+    required_labels: Mapping[str, str] = selector.get("matchLabels", {})
+    return required_labels.items() <= labels.items()
 
 
-class Engine:
+class PolicyEnforcer:
     """Looks at a cluster again and again, and gives its nodes the filters that follow."""
 
     def __init__(self, nodes: Cluster) -> None:
@@ -135,8 +135,8 @@ class Engine:
     def catch_up(self) -> None:
         """Return when all is enforced that the API server held when this was called."""
         # The look that is under way may have begun before.
-        wanted = self._looks + 2
-        until(lambda: self._looks >= wanted or self._failure is not None, waiting_for="packet filters")
+        target_looks = self._looks + 2
+        until(lambda: self._looks >= target_looks or self._failure is not None, waiting_for="packet filters")
         if self._failure is not None:
             raise self._failure
 
@@ -144,32 +144,32 @@ class Engine:
         """Enforce nothing any more."""
         self._stop.set()
         self._thread.join()
-        self._apply(filters(Seen((), (), {})))
+        self._apply_filters(build_filters(ClusterView((), (), {})))
 
     def _run(self) -> None:
         try:
             while not self._stop.wait(LOOK_SECONDS):
-                self._apply(filters(self._seen()))
+                self._apply_filters(build_filters(self._view_cluster()))
                 self._looks += 1
         except Exception as failure:  # noqa: BLE001  raised where it is waited for
             self._failure = failure
 
-    def _apply(self, wanted: str) -> None:
-        if wanted == self._applied:
+    def _apply_filters(self, filters: str) -> None:
+        if filters == self._applied:
             return
         for node in self._nodes.nodes.values():
-            node.filter_packets(wanted)
-        self._applied = wanted
+            node.filter_packets(filters)
+        self._applied = filters
 
-    def _seen(self) -> Seen:
+    def _view_cluster(self) -> ClusterView:
         get = self._nodes.plane.api.get
         policies = get("/apis/networking.k8s.io/v1/networkpolicies")["items"]
         namespaces = get("/api/v1/namespaces")["items"]
         pods = get("/api/v1/pods")["items"]
-        return Seen(
+        return ClusterView(
             policies,
-            [_address(pod) for pod in pods if _has_address(pod)],
-            {found["metadata"]["name"]: found["metadata"].get("labels", {}) for found in namespaces},
+            [_pod_address(pod) for pod in pods if _has_address(pod)],
+            {namespace["metadata"]["name"]: namespace["metadata"].get("labels", {}) for namespace in namespaces},
         )
 
 
@@ -178,21 +178,24 @@ def _has_address(pod: Body) -> bool:
     return bool(pod["status"].get("podIP")) and pod["status"]["phase"] not in ("Succeeded", "Failed")
 
 
-def _address(pod: Body) -> PodAddress:
+def _pod_address(pod: Body) -> PodAddress:
     containers = pod["spec"]["containers"]
     ports = {
-        port["name"]: port["containerPort"] for each in containers for port in each.get("ports", ()) if "name" in port
+        port["name"]: port["containerPort"]
+        for container in containers
+        for port in container.get("ports", ())
+        if "name" in port
     }
-    about = pod["metadata"]
-    return PodAddress(about["namespace"], about.get("labels", {}), pod["status"]["podIP"], ports)
+    metadata = pod["metadata"]
+    return PodAddress(metadata["namespace"], metadata.get("labels", {}), pod["status"]["podIP"], ports)
 
 
 @contextmanager
-def enforced(nodes: Cluster) -> Iterator[Engine]:
+def enforce_policies(nodes: Cluster) -> Iterator[PolicyEnforcer]:
     """Policies hold on the nodes of a cluster."""
-    engine = Engine(nodes)
-    engine.start()
+    enforcer = PolicyEnforcer(nodes)
+    enforcer.start()
     try:
-        yield engine
+        yield enforcer
     finally:
-        engine.stop()
+        enforcer.stop()

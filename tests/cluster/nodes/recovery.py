@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.nodes.training import ENDS, Run, Submitted
-from cluster.nodes.watch_recorder import Kind, Witness, Word
+from cluster.nodes.training import ENDS, Run, SubmittedJob
+from cluster.nodes.watch_recorder import WatchedKind, WatchEvent, WatchRecorder
 from cluster.waiting import TooLateError, until
 
 Found = TypeVar("Found")
@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LoggedStep:
     """One line of the step log; `start` is how the ranks came to it, in the first line after a start."""
 
     step: int
@@ -34,18 +34,18 @@ class Line:
     start: Mapping[str, float] | None
 
 
-def _line(told: Mapping[str, Any]) -> Line:
+def _parse_logged_step(record: Mapping[str, Any]) -> LoggedStep:
     names = ("endingSeconds", "importSeconds", "meetingSeconds", "joiningSeconds", "loadingSeconds")
-    start = {name: told[name] for name in names} if names[0] in told else None
-    claim = (told["attempt"], told["restart"])
-    return Line(told["step"], told["loss"], told["time"], told["seconds"], claim, start)
+    start = {name: record[name] for name in names} if names[0] in record else None
+    claim = (record["attempt"], record["restart"])
+    return LoggedStep(record["step"], record["loss"], record["time"], record["seconds"], claim, start)
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GangPod:
     """One pod of the gang, and its processes as the machine numbers them."""
 
     name: str
@@ -55,98 +55,98 @@ class Member:
     rank: int | None
 
 
-def members(job: Submitted) -> dict[int, Member]:
+def find_gang_pods(job: SubmittedJob) -> dict[int, GangPod]:
     """The pods of a job that run, by index."""
-    return {_index(pod): member for pod in job.pods_read() if (member := _member(job, pod))}
+    return {_pod_index(pod): member for pod in job.list_pods() if (member := _find_gang_pod(job, pod))}
 
 
-def _member(job: Submitted, pod: Any) -> Member | None:
-    about = pod["metadata"]
-    if pod["status"]["phase"] != "Running" or "deletionTimestamp" in about:
+def _find_gang_pod(job: SubmittedJob, pod: Any) -> GangPod | None:
+    metadata = pod["metadata"]
+    if pod["status"]["phase"] != "Running" or "deletionTimestamp" in metadata:
         return None
     node = pod["spec"]["nodeName"]
-    leaders = _leaders(job.nodes.nodes[node].pids(about["uid"]))
+    leaders = _find_session_leaders(job.nodes.nodes[node].pids(metadata["uid"]))
     if 1 not in leaders:
         return None
     ranks = [pid for inside, pid in leaders.items() if inside != 1]
-    return Member(about["name"], about["uid"], node, leaders[1], ranks[0] if ranks else None)
+    return GangPod(metadata["name"], metadata["uid"], node, leaders[1], ranks[0] if ranks else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class TargetJob:
     """A job in the cluster whose pods hold one rank each."""
 
-    job: Submitted
-    witness: Witness
+    job: SubmittedJob
+    recorder: WatchRecorder
     # What it writes, as the machine sees it.
     run: Run
 
-    def lines(self) -> list[Line]:
+    def read_steps(self) -> list[LoggedStep]:
         """Its step log."""
-        return [_line(told) for told in self.run.told()]
+        return [_parse_logged_step(record) for record in self.run.read_step_log()]
 
     def await_checkpoint(self, step: int) -> Path:
         """A committed checkpoint of that step or a later one."""
 
-        def committed() -> Path | None:
+        def find_committed() -> Path | None:
             return next((path for number, path in self.run.checkpoints().items() if number >= step), None)
 
-        return self.awaited(committed, f"a checkpoint of step {step}")
+        return self.await_result(find_committed, f"a checkpoint of step {step}")
 
     def await_risk(self, checkpoint: int, steps: int) -> None:
         """That many steps after a checkpoint, that step's or a later one, there is something to lose."""
         self.await_checkpoint(checkpoint)
-        wanted = max(self.run.checkpoints()) + steps
+        target_step = max(self.run.checkpoints()) + steps
 
-        def reached() -> Line | None:
-            last = self.lines()[-1]
-            return last if last.step >= wanted else None
+        def find_reached_line() -> LoggedStep | None:
+            last = self.read_steps()[-1]
+            return last if last.step >= target_step else None
 
-        self.awaited(reached, f"step {wanted}")
+        self.await_result(find_reached_line, f"step {target_step}")
 
     def await_start(self, restart: int) -> None:
         """Ranks of that start have done a step. Asks the volume alone."""
 
         def has_stepped() -> bool:
-            return any(line.claim[1] >= restart for line in self.lines())
+            return any(line.claim[1] >= restart for line in self.read_steps())
 
         until(has_stepped, waiting_for=f"restart {restart}")
 
-    def members(self) -> dict[int, Member]:
+    def find_gang_pods(self) -> dict[int, GangPod]:
         """The pods that run, by index."""
-        return members(self.job)
+        return find_gang_pods(self.job)
 
-    def all_members(self, count: int) -> dict[int, Member]:
+    def await_gang_pods(self, count: int) -> dict[int, GangPod]:
         """The same, once that many pods have their rank."""
 
-        def whole() -> dict[int, Member] | None:
+        def find_full_gang() -> dict[int, GangPod] | None:
             try:
-                found = self.members()
+                gang = self.find_gang_pods()
             except (OSError, http.client.HTTPException):
                 # Tests take the API server away.
                 return None
-            return found if len(found) == count and all(member.rank for member in found.values()) else None
+            return gang if len(gang) == count and all(member.rank for member in gang.values()) else None
 
-        return self.awaited(whole, f"{count} pods with their ranks")
+        return self.await_result(find_full_gang, f"{count} pods with their ranks")
 
-    def dismiss(self) -> None:
+    def delete(self) -> None:
         """Delete it; its volume goes with it."""
         self.job.nodes.plane.kubectl("delete", "moetrainingjob", self.job.name, f"--namespace={self.job.namespace}")
 
-    def awaited(self, find: Callable[[], Found | None], what: str) -> Found:
+    def await_result(self, find: Callable[[], Found | None], description: str) -> Found:
         """Return what is looked for, once it is there. A job that has ended will never have it."""
 
-        def look() -> Found | None:
+        def find_or_fail() -> Found | None:
             # Asked first: what comes before the end is there when the end is.
             has_ended = self._has_ended()
-            found = find()
-            if found is None and has_ended:
-                raise TooLateError(f"the job has ended before {what}: {self.job.told()}")
-            return found
+            result = find()
+            if result is None and has_ended:
+                raise TooLateError(f"the job has ended before {description}: {self.job.describe()}")
+            return result
 
-        found = until(look, waiting_for=lambda: f"{what}: {self.job.told()}")
-        assert found is not None
-        return found
+        result = until(find_or_fail, waiting_for=lambda: f"{description}: {self.job.describe()}")
+        assert result is not None
+        return result
 
     def _has_ended(self) -> bool:
         try:
@@ -156,27 +156,27 @@ class Patient:
             return False
 
 
-def patient(job: Submitted, witness: Witness) -> Patient:
+def await_target_job(job: SubmittedJob, recorder: WatchRecorder) -> TargetJob:
     """A job that was just submitted, as soon as it has a volume."""
     claims, claim = f"/api/v1/namespaces/{job.namespace}/persistentvolumeclaims", f"{job.name}-storage"
 
     def is_bound() -> bool:
-        found = job.nodes.plane.api.get(claims)["items"]
-        return any(one["metadata"]["name"] == claim and one["status"].get("phase") == "Bound" for one in found)
+        items = job.nodes.plane.api.get(claims)["items"]
+        return any(item["metadata"]["name"] == claim and item["status"].get("phase") == "Bound" for item in items)
 
     until(is_bound, waiting_for=f"a volume for {claim}")
-    return Patient(job, witness, Run(job.nodes.storage.path(job.namespace, claim) / job.name))
+    return TargetJob(job, recorder, Run(job.nodes.storage.volume_path(job.namespace, claim) / job.name))
 
 
-def _index(pod: Any) -> int:
+def _pod_index(pod: Any) -> int:
     return int(pod["metadata"]["labels"]["moejob.dev/index"])
 
 
-def _leaders(pids: set[int]) -> dict[int, int]:
+def _find_session_leaders(pids: set[int]) -> dict[int, int]:
     """The processes of a pod that lead a session, by their number inside: the launcher is 1, each rank leads one."""
     leaders = {}
     for pid in pids:
-        status = _status(pid)
+        status = _read_process_status(pid)
         inside = status.get("NSpid", "").split()[-1:]
         if (
             inside == status.get("NSsid", "").split()[-1:]
@@ -188,7 +188,7 @@ def _leaders(pids: set[int]) -> dict[int, int]:
     return leaders
 
 
-def _status(pid: int) -> dict[str, str]:
+def _read_process_status(pid: int) -> dict[str, str]:
     """Return what the kernel says of a process; nothing once it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
@@ -201,7 +201,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class OutageParts:
     """The seconds from the fault to the first step after it, by part."""
 
     detect: float
@@ -213,7 +213,7 @@ class Split:
     step: float
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """All of them."""
         return self.detect + self.decide + self.schedule + self.start + self.imports + self.load + self.step
 
@@ -223,12 +223,12 @@ class Recovery:
     """From a fault to the first step after it."""
 
     fault_at: float
-    last_before: Line
-    first_after: Line
+    last_before: LoggedStep
+    first_after: LoggedStep
     newest_checkpoint: int
-    before: Mapping[int, Member]
-    after: Mapping[int, Member]
-    split: Split
+    before: Mapping[int, GangPod]
+    after: Mapping[int, GangPod]
+    split: OutageParts
 
     @property
     def lost_steps(self) -> int:
@@ -261,74 +261,74 @@ class Recovery:
         return {index for index, member in self.after.items() if self.before[index].rank != member.rank}
 
 
-def recovery(patient: Patient, fault: Callable[[Mapping[int, Member]], object]) -> Recovery:
+def measure_recovery(target: TargetJob, fault: Callable[[Mapping[int, GangPod]], object]) -> Recovery:
     """Return the outage after a fault of a job's pods, as soon as ranks of another start have done a step."""
-    before, newest = patient.members(), max(patient.run.checkpoints())
-    old = patient.lines()[-1].claim
+    before, newest = target.find_gang_pods(), max(target.run.checkpoints())
+    old = target.read_steps()[-1].claim
     fault_at = time.time()
     fault(before)
 
-    def restarted() -> Line | None:
-        return next((line for line in patient.lines() if line.claim > old and line.start is not None), None)
+    def find_first_new_line() -> LoggedStep | None:
+        return next((line for line in target.read_steps() if line.claim > old and line.start is not None), None)
 
-    first = patient.awaited(restarted, "a step after the fault")
-    last = max((line for line in patient.lines() if line.claim <= old), key=lambda line: line.step)
-    after = patient.all_members(len(before))
-    split = split_of(fault_at, first, _new(before, after), patient.witness)
+    first = target.await_result(find_first_new_line, "a step after the fault")
+    last = max((line for line in target.read_steps() if line.claim <= old), key=lambda line: line.step)
+    after = target.await_gang_pods(len(before))
+    split = split_outage(fault_at, first, _new_uids(before, after), target.recorder)
     return Recovery(fault_at, last, first, newest, before, after, split)
 
 
-def _new(before: Mapping[int, Member], after: Mapping[int, Member]) -> set[str]:
+def _new_uids(before: Mapping[int, GangPod], after: Mapping[int, GangPod]) -> set[str]:
     return {member.uid for index, member in after.items() if before[index].uid != member.uid}
 
 
-def split_of(fault_at: float, first: Line, new_uids: set[str], witness: Witness) -> Split:
+def split_outage(fault_at: float, first: LoggedStep, new_uids: set[str], recorder: WatchRecorder) -> OutageParts:
     """Backwards from the first step, which says how its ranks came to it; what is before that, others have heard."""
     if first.start is None:
         raise ValueError(f"the line of step {first.step} does not say how its ranks started")
-    part = first.start
-    begun = first.time - first.seconds
-    met = begun - part["loadingSeconds"] - part["joiningSeconds"]
-    load = part["loadingSeconds"] + part["joiningSeconds"]
+    start = first.start
+    step_began_at = first.time - first.seconds
+    ranks_met_at = step_began_at - start["loadingSeconds"] - start["joiningSeconds"]
+    load = start["loadingSeconds"] + start["joiningSeconds"]
     if not new_uids:
-        known = met - part["meetingSeconds"] - part["endingSeconds"]
-        return Split(known - fault_at, met - known, 0.0, 0.0, 0.0, load, first.seconds)
-    launched = met - part["meetingSeconds"] - part["importSeconds"]
-    created = max(_first(witness, uid, lambda _: True) for uid in new_uids)
-    scheduled = max(_first(witness, uid, lambda word: word.body["spec"].get("nodeName")) for uid in new_uids)
-    known = _known(fault_at, created, witness)
-    return Split(
-        detect=known - fault_at,
-        decide=created - known,
+        known_at = ranks_met_at - start["meetingSeconds"] - start["endingSeconds"]
+        return OutageParts(known_at - fault_at, ranks_met_at - known_at, 0.0, 0.0, 0.0, load, first.seconds)
+    launched_at = ranks_met_at - start["meetingSeconds"] - start["importSeconds"]
+    created = max(_first_report(recorder, uid, lambda _: True) for uid in new_uids)
+    scheduled = max(_first_report(recorder, uid, lambda event: event.body["spec"].get("nodeName")) for uid in new_uids)
+    known_at = _detection_time(fault_at, created, recorder)
+    return OutageParts(
+        detect=known_at - fault_at,
+        decide=created - known_at,
         schedule=scheduled - created,
-        start=launched - scheduled,
-        imports=part["importSeconds"],
-        load=part["meetingSeconds"] + load,
+        start=launched_at - scheduled,
+        imports=start["importSeconds"],
+        load=start["meetingSeconds"] + load,
         step=first.seconds,
     )
 
 
-def _first(witness: Witness, uid: str, holds: Any) -> float:
-    found = witness.first(Kind.POD, lambda word: word.uid == uid and holds(word))
-    if found is None:
+def _first_report(recorder: WatchRecorder, uid: str, holds: Any) -> float:
+    reported_at = recorder.first_time(WatchedKind.POD, lambda event: event.uid == uid and holds(event))
+    if reported_at is None:
         raise LookupError(f"nothing was heard of pod {uid}")
-    return found
+    return reported_at
 
 
-def _known(fault_at: float, created: float, witness: Witness) -> float:
+def _detection_time(fault_at: float, created: float, recorder: WatchRecorder) -> float:
     """Return when the cluster first said that something was wrong: a pod that ends, a node that is lost."""
     signs: Sequence[float | None] = (
-        witness.first(Kind.POD, _is_ending, fault_at),
-        witness.first(Kind.NODE, _is_lost, fault_at),
+        recorder.first_time(WatchedKind.POD, _is_ending, fault_at),
+        recorder.first_time(WatchedKind.NODE, _is_lost, fault_at),
     )
     return min((sign for sign in signs if sign is not None and sign < created), default=created)
 
 
-def _is_ending(word: Word) -> bool:
-    ended = word.body["status"].get("phase") in ("Failed", "Succeeded")
-    return word.is_gone or ended or "deletionTimestamp" in word.body["metadata"]
+def _is_ending(event: WatchEvent) -> bool:
+    ended = event.body["status"].get("phase") in ("Failed", "Succeeded")
+    return event.is_gone or ended or "deletionTimestamp" in event.body["metadata"]
 
 
-def _is_lost(word: Word) -> bool:
-    conditions = word.body["status"].get("conditions", ())
-    return any(said["type"] == "Ready" and said["status"] != "True" for said in conditions)
+def _is_lost(event: WatchEvent) -> bool:
+    conditions = event.body["status"].get("conditions", ())
+    return any(condition["type"] == "Ready" and condition["status"] != "True" for condition in conditions)

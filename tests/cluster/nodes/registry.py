@@ -11,7 +11,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from cluster.nodes.images import Blob, Image, image_of
+from cluster.nodes.images import Blob, Image, read_image
 
 # The name of an image has slashes, a tag or digest has none.
 MANIFEST_PATH = re.compile(r"/v2/(?P<name>.+)/manifests/(?P<reference>[^/?]+)")
@@ -43,10 +43,10 @@ class Registry:
         self._server.shutdown()
         self._server.server_close()
 
-    def add(self, name: str, archive: Path) -> str:
+    def add_image(self, name: str, archive: Path) -> str:
         """Serve the image of an OCI archive or folder under a name with a tag. Returns the whole name."""
         whole = whole_name(name)
-        self.images[whole] = image_of(archive)
+        self.images[whole] = read_image(archive)
         return whole
 
     def references(self) -> set[str]:
@@ -57,7 +57,7 @@ class Registry:
             for reference in (name, f"{name.rpartition(':')[0]}@{image.manifest}", image.config)
         }
 
-    def manifest(self, name: str, reference: str) -> Image | None:
+    def find_manifest(self, name: str, reference: str) -> Image | None:
         """By tag, or by digest. The name comes without its registry."""
         for whole, image in self.images.items():
             _, _, tagged = whole.partition("/")
@@ -65,7 +65,7 @@ class Registry:
                 return image
         return None
 
-    def blob(self, digest: str) -> Blob | None:
+    def find_blob(self, digest: str) -> Blob | None:
         """A piece of any image."""
         return next((image.blobs[digest] for image in self.images.values() if digest in image.blobs), None)
 
@@ -74,11 +74,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], registry: Registry) -> None:
-        super().__init__(address, _Answer)
+        super().__init__(address, _RequestHandler)
         self.registry = registry
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
@@ -98,25 +98,25 @@ class _Answer(BaseHTTPRequestHandler):
     def _answered(self) -> Blob | None:
         """Send the head of the answer. Returns what is its body."""
         if self.path == "/v2/":
-            self._head(0, {})
+            self._send_headers(0, {})
             return None
         wanted = MANIFEST_PATH.match(self.path)
-        image = self.server.registry.manifest(wanted["name"], wanted["reference"]) if wanted else None
+        image = self.server.registry.find_manifest(wanted["name"], wanted["reference"]) if wanted else None
         if image is not None:
             blob = image.blobs[image.manifest]
-            self._head(blob.size, {"Content-Type": image.media_type, "Docker-Content-Digest": image.manifest})
+            self._send_headers(blob.size, {"Content-Type": image.media_type, "Docker-Content-Digest": image.manifest})
             return blob
         piece = BLOB_PATH.match(self.path)
-        found = self.server.registry.blob(piece["digest"]) if piece else None
+        found = self.server.registry.find_blob(piece["digest"]) if piece else None
         if found is None:
             self.send_response(HTTPStatus.NOT_FOUND)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return None
-        self._head(found.size, {"Content-Type": "application/octet-stream"})
+        self._send_headers(found.size, {"Content-Type": "application/octet-stream"})
         return found
 
-    def _head(self, size: int, headers: dict[str, str]) -> None:
+    def _send_headers(self, size: int, headers: dict[str, str]) -> None:
         self.send_response(HTTPStatus.OK)
         for name, value in {**headers, "Content-Length": str(size)}.items():
             self.send_header(name, value)

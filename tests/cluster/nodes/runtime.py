@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.nodes.linux_namespaces import Enclosure, EnclosureError
+from cluster.nodes.linux_namespaces import LinuxNamespaces, NamespaceError
 from cluster.processes import Process
 
 SOCKET = "/run/containerd/containerd.sock"
@@ -51,7 +51,7 @@ server = "{url}"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ProgramFolders:
     """The folders of programs that containerd does not bring along."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Runtime:
     """containerd of one node."""
 
     def __init__(
-        self, node: Enclosure, places: Places, programs: Mapping[str, Path], words: Iterable[str | Path]
+        self, node: LinuxNamespaces, places: ProgramFolders, programs: Mapping[str, Path], words: Iterable[str | Path]
     ) -> None:
         self._node = node
         self._ctr = programs["ctr"]
@@ -83,16 +83,16 @@ class Runtime:
         if self.process is not None:
             self.process.stop()
 
-    def pull(self, image: str) -> None:
+    def pull_image(self, image: str) -> None:
         """Have an image before a pod asks for it."""
         self._ask("images", "pull", "--hosts-dir", str(self._registries), image)
         self._ask("content", "prune", "references")
 
-    def images(self) -> set[str]:
+    def list_images(self) -> set[str]:
         """The names of all images."""
         return set(self._ask("images", "ls", "--quiet").split())
 
-    def forget(self, images: Iterable[str]) -> None:
+    def remove_images(self, images: Iterable[str]) -> None:
         """Remove images, and all layers that no other has."""
         names = sorted(images)
         if names:
@@ -122,7 +122,7 @@ class Runtime:
                 cni_settings=self._places.cni_settings,
             )
         )
-        process = Process(name, self._node.command(*self._containerd, settings), self._places.folder)
+        process = Process(name, self._node.wrap_command(*self._containerd, settings), self._places.folder)
         process.start()
         process.wait_until(self._answers)
         return process
@@ -135,7 +135,7 @@ class Runtime:
     def _answers(self) -> bool:
         try:
             return bool(self._ask("version"))
-        except EnclosureError:
+        except NamespaceError:
             return False
 
     def _ask(self, *words: str) -> str:

@@ -22,22 +22,22 @@ Try = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class ProbePod:
     """A pod with Python in it, which does what it is given."""
 
     plane: ControlPlane
     namespace: str
     pod: str
 
-    def tries(self, wanted: Iterable[Try]) -> dict[Try, str]:
+    def run_tries(self, tries: Iterable[Try]) -> dict[Try, str]:
         """Return what came of each."""
-        wanted = list(wanted)
-        within = ("exec", self.pod, f"--namespace={self.namespace}", "--", "python", "-c", INTRUDER, json.dumps(wanted))
-        return dict(zip(wanted, json.loads(self.plane.kubectl(*within)), strict=True))
+        tries = list(tries)
+        within = ("exec", self.pod, f"--namespace={self.namespace}", "--", "python", "-c", INTRUDER, json.dumps(tries))
+        return dict(zip(tries, json.loads(self.plane.kubectl(*within)), strict=True))
 
 
 @contextmanager
-def namespace_of(nodes: Cluster) -> Iterator[str]:
+def make_namespace(nodes: Cluster) -> Iterator[str]:
     """A namespace that is left to itself afterwards."""
     name = nodes.plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "strangers-"}})["metadata"][
         "name"
@@ -47,14 +47,14 @@ def namespace_of(nodes: Cluster) -> Iterator[str]:
     nodes.plane.api.delete(f"/api/v1/namespaces/{name}")
 
 
-def stranger(
+def start_stranger(
     nodes: Cluster,
     namespace: str,
     image: str,
     node: str,
     labels: Mapping[str, str] | None = None,
     claim: str | None = None,
-) -> Inside:
+) -> ProbePod:
     """A pod that runs in a namespace, on a node, under the restricted standard; with the labels of another, or none.
 
     It mounts a claim where one is named.
@@ -82,27 +82,29 @@ def stranger(
         lambda: api.get(f"{path}/{name}")["status"]["phase"] == "Running",
         waiting_for=lambda: nodes.plane.kubectl("describe", "pod", name, f"--namespace={namespace}"),
     )
-    return Inside(nodes.plane, namespace, name)
+    return ProbePod(nodes.plane, namespace, name)
 
 
-def ports(nodes: Cluster, namespace: str, pod: str) -> set[int]:
+def listening_ports(nodes: Cluster, namespace: str, pod: str) -> set[int]:
     """The ports of a pod on which something listens that others can reach where no policy is enforced."""
     pid = min(nodes.pids(namespace, pod))
-    return {port for table in ("tcp", "tcp6") for port in _listening(Path(f"/proc/{pid}/net/{table}").read_text())}
+    return {
+        port for table in ("tcp", "tcp6") for port in _listening_ports(Path(f"/proc/{pid}/net/{table}").read_text())
+    }
 
 
-def connections(nodes: Cluster, namespace: str, pod: str, port: int) -> int:
+def count_connections(nodes: Cluster, namespace: str, pod: str, port: int) -> int:
     """Count the connections to a port of a pod."""
     pid = min(nodes.pids(namespace, pod))
     tables = (Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
-    return sum((at, state) == (port, _ESTABLISHED) for table in tables for _, at, state in _sockets(table))
+    return sum((at, state) == (port, _ESTABLISHED) for table in tables for _, at, state in _parse_sockets(table))
 
 
-def _listening(table: str) -> Iterator[int]:
-    return (port for local, port, state in _sockets(table) if state == _LISTENING and local not in _LOOPBACK)
+def _listening_ports(table: str) -> Iterator[int]:
+    return (port for local, port, state in _parse_sockets(table) if state == _LISTENING and local not in _LOOPBACK)
 
 
-def _sockets(table: str) -> Iterator[tuple[str, int, str]]:
+def _parse_sockets(table: str) -> Iterator[tuple[str, int, str]]:
     """Address and port of this side, and the state."""
     for line in table.splitlines()[1:]:
         _, local, _, state, *_ = line.split()
@@ -110,8 +112,10 @@ def _sockets(table: str) -> Iterator[tuple[str, int, str]]:
         yield address, int(port, 16), state
 
 
-def address(nodes: Cluster, namespace: str, pod: str) -> str:
+def await_address(nodes: Cluster, namespace: str, pod: str) -> str:
     """Address of a pod, once it has one."""
     path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
-    found: str = until(lambda: nodes.plane.api.get(path)["status"].get("podIP", ""), waiting_for=f"an address of {pod}")
-    return found
+    pod_address: str = until(
+        lambda: nodes.plane.api.get(path)["status"].get("podIP", ""), waiting_for=f"an address of {pod}"
+    )
+    return pod_address

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from builders import merged
+from builders import merge_sections
 from cluster.control_plane.releases import Release
 from cluster.extent import IS_FULL, in_full
 from cluster.nodes.cluster import Cluster
@@ -23,7 +23,6 @@ from cluster.nodes.engines import (
     IMAGE,
     STEPS,
     EnginePod,
-    answers,
     await_answers,
     away_from_trainer,
     job_with_engine,
@@ -31,14 +30,15 @@ from cluster.nodes.engines import (
     load_image,
     next_engine,
     provide_environment,
+    read_answers,
     ready_engine,
     shown_score,
 )
 from cluster.nodes.fault_harness import RANDOM_MODEL
 from cluster.nodes.faults import kill_pod
-from cluster.nodes.pods import claim
-from cluster.nodes.strangers import address, namespace_of, stranger
-from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, Submitted, run_here, submitted
+from cluster.nodes.pods import build_claim
+from cluster.nodes.strangers import await_address, make_namespace, start_stranger
+from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, SubmittedJob, run_here, submit_job
 from cluster.waiting import until
 from moejob_api.contract.pods import PodPort
 
@@ -48,7 +48,7 @@ _numbers = count()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and a tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "random"
     subprocess.run([TRAINER_PYTHON, RANDOM_MODEL, folder], check=True, capture_output=True)
@@ -56,35 +56,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clinic(nodes: Cluster, home: Release, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
+def engine_release(
+    nodes: Cluster, home: Release, random_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Release:
     """The release, on nodes that have the engine's image, and a volume with what that starts and the model."""
     load_image(nodes, tmp_path_factory.mktemp("image"))
     claims = f"/api/v1/namespaces/{home.namespace}/persistentvolumeclaims"
-    nodes.plane.api.create(claims, claim(VOLUME, "1Gi", None))
+    nodes.plane.api.create(claims, build_claim(VOLUME, "1Gi", None))
     until(
         lambda: nodes.plane.api.get(f"{claims}/{VOLUME}")["status"].get("phase") == "Bound",
         waiting_for=f"a volume for {VOLUME}",
     )
-    place = nodes.storage.folder(home.namespace, VOLUME)
+    place = nodes.storage.shared_folder(home.namespace, VOLUME)
     provide_environment(place)
-    shutil.copytree(model, place / model.name)
-    for file in (place / model.name).iterdir():
+    shutil.copytree(random_model_folder, place / random_model_folder.name)
+    for file in (place / random_model_folder.name).iterdir():
         file.chmod(0o644)
     return home
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def undisturbed_run(random_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same job without a cluster."""
-    return run_here(job_with_engine(str(model)), tmp_path_factory.mktemp("undisturbed"))
+    return run_here(job_with_engine(str(random_model_folder)), tmp_path_factory.mktemp("undisturbed"))
 
 
 @contextmanager
-def admitted(nodes: Cluster, home: Release) -> Iterator[Submitted]:
+def submit_with_engine(nodes: Cluster, home: Release) -> Iterator[SubmittedJob]:
     """A job with an engine, and its end in any case."""
     name = f"with-engine-{next(_numbers)}"
-    job = submitted(
-        nodes, home.namespace, merged(job_with_engine(f"pvc://{VOLUME}/random"), {"metadata": {"name": name}})
+    job = submit_job(
+        nodes, home.namespace, merge_sections(job_with_engine(f"pvc://{VOLUME}/random"), {"metadata": {"name": name}})
     )
     try:
         yield job
@@ -92,61 +94,61 @@ def admitted(nodes: Cluster, home: Release) -> Iterator[Submitted]:
         nodes.plane.kubectl("delete", "moetrainingjob", name, f"--namespace={home.namespace}")
 
 
-def generating(job: Submitted, engine: EnginePod) -> dict[str, str]:
+def await_generation(job: SubmittedJob, engine: EnginePod) -> dict[str, str]:
     """Wait until an engine computes answers of a later step than the first; the gang's pods."""
     job.await_steps(1)
     await_answers(job, engine)
-    return job.uids()
+    return job.pod_uids()
 
 
-def assert_gang_untouched(job: Submitted, gang: dict[str, str]) -> None:
+def assert_gang_untouched(job: SubmittedJob, gang: dict[str, str]) -> None:
     """The job ends well with the pods and the ranks that it had, and each step was done once."""
     job.await_end()
-    assert job.uids() == gang
+    assert job.pod_uids() == gang
     restarts = job.read()["status"]["restarts"]
     assert (restarts["total"], restarts["pods"], restarts["ranks"]) == (0, 0, 0)
     assert job.run().steps() == [(0, 0, step) for step in range(1, STEPS + 1)]
-    for step, said in answers(job.run()).items():
+    for step, said in read_answers(job.run()).items():
         assert {answer["version"] for answer in said} == {step - 1}
 
 
 def assert_like(run: Run, other: Run) -> None:
     """All answers are those of the other run, what they were paid, and what was learned of them."""
-    assert answers(run) == answers(other)
+    assert read_answers(run) == read_answers(other)
     assert run.losses() == pytest.approx(other.losses(), abs=1e-5)
 
 
 def test_an_engine_that_is_killed_while_it_generates_is_started_again_in_its_pod(
-    nodes: Cluster, clinic: Release, request: pytest.FixtureRequest
+    nodes: Cluster, engine_release: Release, request: pytest.FixtureRequest
 ) -> None:
-    with admitted(nodes, clinic) as job:
+    with submit_with_engine(nodes, engine_release) as job:
         engine = ready_engine(job)
-        gang = generating(job, engine)
+        gang = await_generation(job, engine)
         kill_engine(job, engine)
         now = next_engine(job, engine)
         assert (now.uid, now.restarts) == (engine.uid, engine.restarts + 1)
         assert_gang_untouched(job, gang)
-        score = job.run().told()[-1]["reward"]
+        score = job.run().read_step_log()[-1]["reward"]
         assert float(shown_score(nodes, job)) == pytest.approx(score, abs=1e-3)
         if IS_FULL:
-            assert_like(job.run(), request.getfixturevalue("undisturbed"))
+            assert_like(job.run(), request.getfixturevalue("undisturbed_run"))
 
 
 @in_full
-def test_a_stranger_can_neither_ask_an_engine_nor_give_it_weights(nodes: Cluster, clinic: Release) -> None:
-    with admitted(nodes, clinic) as job, namespace_of(nodes) as other:
+def test_a_stranger_can_neither_ask_an_engine_nor_give_it_weights(nodes: Cluster, engine_release: Release) -> None:
+    with submit_with_engine(nodes, engine_release) as job, make_namespace(nodes) as other:
         engine = ready_engine(job)
         marks = nodes.plane.api.get(f"/api/v1/namespaces/{job.namespace}/pods/{engine.name}")["metadata"]["labels"]
         image = f"moejob-trainer-cpu:{VERSION}"
         strangers = [
-            stranger(nodes, job.namespace, image, "node-1"),
-            stranger(nodes, job.namespace, image, "node-2", marks),
-            stranger(nodes, other, image, "node-2"),
+            start_stranger(nodes, job.namespace, image, "node-1"),
+            start_stranger(nodes, job.namespace, image, "node-2", marks),
+            start_stranger(nodes, other, image, "node-2"),
         ]
-        host = address(nodes, job.namespace, engine.name)
-        gang = generating(job, engine)
+        host = await_address(nodes, job.namespace, engine.name)
+        gang = await_generation(job, engine)
         for one in strangers:
-            said = one.tries((verb, host, PodPort.ROLLOUT.value) for verb in ("ask", "give_weights"))
+            said = one.run_tries((verb, host, PodPort.ROLLOUT.value) for verb in ("ask", "give_weights"))
             assert set(said.values()) == {"HTTP/1.1 401 Unauthorized"}
         for one in strangers[:2]:
             nodes.plane.kubectl("delete", "pod", one.pod, f"--namespace={one.namespace}")
@@ -155,24 +157,24 @@ def test_a_stranger_can_neither_ask_an_engine_nor_give_it_weights(nodes: Cluster
 
 @in_full
 def test_an_engine_whose_pod_is_deleted_while_it_generates_is_replaced(
-    nodes: Cluster, clinic: Release, undisturbed: Run
+    nodes: Cluster, engine_release: Release, undisturbed_run: Run
 ) -> None:
-    with admitted(nodes, clinic) as job:
+    with submit_with_engine(nodes, engine_release) as job:
         engine = ready_engine(job)
-        gang = generating(job, engine)
+        gang = await_generation(job, engine)
         kill_pod(nodes, job.namespace, engine.name)
         assert next_engine(job, engine).uid != engine.uid
         assert_gang_untouched(job, gang)
-        assert_like(job.run(), undisturbed)
+        assert_like(job.run(), undisturbed_run)
 
 
 @in_full
 def test_an_engine_on_a_node_that_is_cut_off_is_replaced_on_another(
-    nodes: Cluster, clinic: Release, undisturbed: Run
+    nodes: Cluster, engine_release: Release, undisturbed_run: Run
 ) -> None:
-    with admitted(nodes, clinic) as job:
+    with submit_with_engine(nodes, engine_release) as job:
         engine = away_from_trainer(job)
-        gang = generating(job, engine)
+        gang = await_generation(job, engine)
         nodes.cut_off(engine.node)
         try:
             assert next_engine(job, engine).node != engine.node
@@ -180,24 +182,26 @@ def test_an_engine_on_a_node_that_is_cut_off_is_replaced_on_another(
         finally:
             nodes.reconnect(engine.node)
             nodes.await_ready(engine.node)
-        assert_like(job.run(), undisturbed)
+        assert_like(job.run(), undisturbed_run)
 
 
 @in_full
-def test_the_examples_of_the_tutorial_teach_and_then_reward_a_model(nodes: Cluster, clinic: Release) -> None:
+def test_the_examples_of_the_tutorial_teach_and_then_reward_a_model(nodes: Cluster, engine_release: Release) -> None:
     taught, learned = (
         yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text()) for name in ("tiny-sft-sums", "tiny-grpo")
     )
     # Nodes here have two cores, and the operator's replicas their share of them.
     small = {"spec": {"resources": {"cpu": "200m", "rolloutImage": IMAGE}}}
     source = {"spec": {"model": {"source": "pvc://tiny-sft-sums-storage/tiny-sft-sums/export"}}}
-    first = submitted(nodes, clinic.namespace, merged(taught, {"spec": {"resources": {"cpu": "200m"}}}))
+    first = submit_job(
+        nodes, engine_release.namespace, merge_sections(taught, {"spec": {"resources": {"cpu": "200m"}}})
+    )
     first.await_end()
-    provide_environment(nodes.storage.folder(clinic.namespace, "tiny-sft-sums-storage"))
-    second = submitted(nodes, clinic.namespace, merged(merged(learned, small), source))
+    provide_environment(nodes.storage.shared_folder(engine_release.namespace, "tiny-sft-sums-storage"))
+    second = submit_job(nodes, engine_release.namespace, merge_sections(merge_sections(learned, small), source))
     second.await_end()
     steps = learned["spec"]["training"]["maxSteps"]
-    assert second.run().steps() == [(0, 0, step) for step in range(1, steps + 1)], second.told()
-    rewards = [line["reward"] for line in second.run().told()]
+    assert second.run().steps() == [(0, 0, step) for step in range(1, steps + 1)], second.describe()
+    rewards = [line["reward"] for line in second.run().read_step_log()]
     assert sum(rewards[-5:]) / 5 > 0.9
     assert float(shown_score(nodes, second)) == pytest.approx(rewards[-1], abs=1e-3)

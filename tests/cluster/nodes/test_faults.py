@@ -16,27 +16,27 @@ from cluster.control_plane.components import Component
 from cluster.control_plane.releases import Release
 from cluster.extent import IS_FULL, in_full
 from cluster.nodes.cluster import Cluster
-from cluster.nodes.fault_harness import EVERY, MODELS, STEPS, Ward, ward
+from cluster.nodes.fault_harness import EVERY, MODELS, STEPS, FaultHarness, start_fault_harness
 from cluster.nodes.faults import (
     SHIFT_FILE,
-    damage,
-    drain,
-    fill,
+    damage_checkpoint,
+    drain_node,
+    exhaust_memory,
+    fill_volume,
     hold_launcher,
-    hold_rank,
     is_alive,
     kill_operator_and_pod,
     kill_pod,
     kill_processes,
     kill_rank,
-    let_go,
+    pause_rank,
+    resume_rank,
     shift_clock,
     standing_still,
-    starve,
 )
-from cluster.nodes.packages import faketime
-from cluster.nodes.recovery import Member, recovery
-from cluster.nodes.storage import Class
+from cluster.nodes.packages import find_faketime
+from cluster.nodes.recovery import GangPod, measure_recovery
+from cluster.nodes.storage import StorageClass
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -47,59 +47,61 @@ RELATIVE_SLEEP = "import select, time\ntime.sleep = lambda seconds: select.selec
 
 
 @pytest.fixture(scope="module")
-def sick(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+def harness(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultHarness]:
     """Yield where jobs are taken in."""
-    with ward(nodes, home, tmp_path_factory.mktemp("ward"), LONG_STEPS if IS_FULL else STEPS) as opened:
+    with start_fault_harness(nodes, home, tmp_path_factory.mktemp("ward"), LONG_STEPS if IS_FULL else STEPS) as opened:
         yield opened
 
 
-def test_a_replica_of_the_operator_that_goes_comes_back_where_the_other_is_not(sick: Ward) -> None:
+def test_a_replica_of_the_operator_that_goes_comes_back_where_the_other_is_not(harness: FaultHarness) -> None:
     """Else the loss of one node could be the loss of both."""
-    sick.spread_operator()
-    sick.replace_replica()
-    assert sick.operator_nodes() == {*sick.nodes.nodes}
+    harness.spread_operator()
+    harness.replace_replica()
+    assert harness.operator_nodes() == {*harness.nodes.nodes}
 
 
 # --- what happens to every cluster --------------------------------------------------------------------------------
 
 
 @in_full
-def test_a_rank_that_is_killed_is_started_again_in_its_pod(sick: Ward) -> None:
-    with sick.job() as patient:
-        found = sick.recovered(patient, lambda pods: kill_rank(pods[1]))
-        status = patient.job.read()["status"]
+def test_a_rank_that_is_killed_is_started_again_in_its_pod(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        found = harness.check_recovery(target, lambda pods: kill_rank(pods[1]))
+        status = target.job.read()["status"]
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (0, 0)
     assert (status["restarts"]["ranks"], status["lastFailure"]["reason"]) == (1, "RankFailed")
 
 
-def test_a_pod_that_is_killed_is_replaced_alone(sick: Ward) -> None:
-    with sick.job() as patient:
-        found = sick.recovered(patient, lambda pods: kill_pod(sick.nodes, sick.home.namespace, pods[1].name))
-        status = patient.job.read()["status"]
+def test_a_pod_that_is_killed_is_replaced_alone(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        found = harness.check_recovery(
+            target, lambda pods: kill_pod(harness.nodes, harness.home.namespace, pods[1].name)
+        )
+        status = target.job.read()["status"]
     assert (found.new_pods, found.new_launchers, found.new_ranks) == ({1}, {1}, {0, 1})
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
 
 
-def test_a_node_that_was_cut_off_comes_back_with_its_old_ranks_and_damages_nothing(sick: Ward) -> None:
+def test_a_node_that_was_cut_off_comes_back_with_its_old_ranks_and_damages_nothing(harness: FaultHarness) -> None:
     """That of the first pod, which commits checkpoints; it sleeps meanwhile, and the volume is within its reach."""
 
-    def cut_off(pods: Mapping[int, Member]) -> None:
+    def cut_off(pods: Mapping[int, GangPod]) -> None:
         hold_launcher(pods[0])
-        hold_rank(pods[0])
-        sick.nodes.cut_off(pods[0].node)
+        pause_rank(pods[0])
+        harness.nodes.cut_off(pods[0].node)
 
-    sick.spread_operator()
-    with sick.job() as patient:
-        old = patient.members()[0]
-        with sick.without_network(old.node):
-            found = recovery(patient, cut_off)
+    harness.spread_operator()
+    with harness.run_job() as target:
+        old = target.find_gang_pods()[0]
+        with harness.without_network(old.node):
+            found = measure_recovery(target, cut_off)
             assert is_alive(old.launcher)
             assert old.rank is not None
             assert is_alive(old.rank)
-            let_go(old)
-        sick.assert_unharmed(patient)
-        status = patient.job.read()["status"]
+            resume_rank(old)
+        harness.assert_unharmed(target)
+        status = target.job.read()["status"]
     assert found.lost_steps <= found.steps_at_risk
     assert found.new_pods == {0, 1}
     # Pod 1 gives up on the store of pod 0 after 20 s, and the cluster on the node after about as long: either is first.
@@ -108,24 +110,24 @@ def test_a_node_that_was_cut_off_comes_back_with_its_old_ranks_and_damages_nothi
 
 
 @in_full
-def test_a_newest_checkpoint_that_is_damaged_is_passed_over(sick: Ward) -> None:
-    with sick.job() as patient:
-        patient.await_checkpoint(2 * EVERY)
-        newest, path = max(patient.run.checkpoints().items())
-        damage(path)
-        found = recovery(patient, lambda pods: kill_rank(pods[1]))
-        sick.assert_unharmed(patient)
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        target.await_checkpoint(2 * EVERY)
+        newest, path = max(target.run.checkpoints().items())
+        damage_checkpoint(path)
+        found = measure_recovery(target, lambda pods: kill_rank(pods[1]))
+        harness.assert_unharmed(target)
     assert (newest, found.first_after.step) == (2 * EVERY, EVERY + 1)
     assert (found.new_pods, found.new_ranks) == (set(), {0, 1})
 
 
 @in_full
-def test_an_operator_that_is_killed_with_a_pod_answers_for_it_once_it_is_back(sick: Ward) -> None:
-    with sick.job() as patient:
-        found = sick.recovered(
-            patient, lambda pods: kill_operator_and_pod(sick.nodes, sick.home.namespace, pods[1].name)
+def test_an_operator_that_is_killed_with_a_pod_answers_for_it_once_it_is_back(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        found = harness.check_recovery(
+            target, lambda pods: kill_operator_and_pod(harness.nodes, harness.home.namespace, pods[1].name)
         )
-        status = patient.job.read()["status"]
+        status = target.job.read()["status"]
     assert found.new_pods == {1}
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
 
@@ -134,131 +136,133 @@ def test_an_operator_that_is_killed_with_a_pod_answers_for_it_once_it_is_back(si
 
 
 @in_full
-def test_a_pod_whose_processes_are_all_killed_is_replaced_alone(sick: Ward) -> None:
-    with sick.job() as patient:
-        found = sick.recovered(patient, lambda pods: kill_processes(pods[1]))
-        status = patient.job.read()["status"]
+def test_a_pod_whose_processes_are_all_killed_is_replaced_alone(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        found = harness.check_recovery(target, lambda pods: kill_processes(pods[1]))
+        status = target.job.read()["status"]
     assert (found.new_pods, found.new_launchers, found.new_ranks) == ({1}, {1}, {0, 1})
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
     assert (status["lastFailure"]["reason"], status["lastFailure"]["exitCode"]) == ("PodFailed", 137)
 
 
 @in_full
-def test_a_rank_whose_memory_runs_out_is_started_again_and_the_status_says_why(sick: Ward) -> None:
-    with sick.job(resources={"memory": "4Gi"}) as patient:
-        found = sick.recovered(patient, lambda pods: starve(sick.nodes, sick.home.namespace, pods[1]))
-        status = patient.job.read()["status"]
+def test_a_rank_whose_memory_runs_out_is_started_again_and_the_status_says_why(harness: FaultHarness) -> None:
+    with harness.run_job(resources={"memory": "4Gi"}) as target:
+        found = harness.check_recovery(
+            target, lambda pods: exhaust_memory(harness.nodes, harness.home.namespace, pods[1])
+        )
+        status = target.job.read()["status"]
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
     assert "out of memory" in status["lastFailure"]["message"]
 
 
 @in_full
-def test_a_rank_that_hangs_is_started_again(sick: Ward) -> None:
-    with sick.job(lifecycle={"progressDeadlineSeconds": 30}) as patient:
-        found = sick.recovered(patient, lambda pods: hold_rank(pods[1]))
-        status = patient.job.read()["status"]
+def test_a_rank_that_hangs_is_started_again(harness: FaultHarness) -> None:
+    with harness.run_job(lifecycle={"progressDeadlineSeconds": 30}) as target:
+        found = harness.check_recovery(target, lambda pods: pause_rank(pods[1]))
+        status = target.job.read()["status"]
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
     assert status["lastFailure"]["reason"] == "Hung"
 
 
 @in_full
-def test_a_pod_that_is_drained_saves_first_and_takes_no_other_with_it(sick: Ward) -> None:
-    with sick.job() as patient:
-        node = patient.members()[1].node
+def test_a_pod_that_is_drained_saves_first_and_takes_no_other_with_it(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        node = target.find_gang_pods()[1].node
         try:
-            found = sick.recovered(patient, lambda _: drain(sick.nodes, node, patient.job.name))
+            found = harness.check_recovery(target, lambda _: drain_node(harness.nodes, node, target.job.name))
         finally:
-            sick.nodes.plane.kubectl("uncordon", node)
-        status = patient.job.read()["status"]
+            harness.nodes.plane.kubectl("uncordon", node)
+        status = target.job.read()["status"]
     assert (found.new_pods, found.lost_steps) == ({1}, 0)
     assert (status["restarts"]["preemptions"], status["lastFailure"]["reason"]) == (1, "Preempted")
 
 
 @in_full
-def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_saved(sick: Ward) -> None:
-    with sick.job(storage={"storageClass": Class.SIZED.value, "size": "1Gi"}) as patient:
-        patient.await_checkpoint(EVERY)
+def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_saved(harness: FaultHarness) -> None:
+    with harness.run_job(storage={"storageClass": StorageClass.SIZED.value, "size": "1Gi"}) as target:
+        target.await_checkpoint(EVERY)
         # The step after the one in which it was saved tells of it.
-        patient.job.await_steps(2)
-        with standing_still(patient.members()[1]):
-            until(patient.job.has_told_of_a_checkpoint, waiting_for=patient.job.told)
-            fill(patient.run.folder)
-        until(lambda: patient.job.phase == "Failed", waiting_for=patient.job.told)
-        status = patient.job.read()["status"]
-        kept = patient.run.checkpoints()
+        target.job.await_steps(2)
+        with standing_still(target.find_gang_pods()[1]):
+            until(target.job.has_reported_checkpoint, waiting_for=target.job.describe)
+            fill_volume(target.run.folder)
+        until(lambda: target.job.phase == "Failed", waiting_for=target.job.describe)
+        status = target.job.read()["status"]
+        kept = target.run.checkpoints()
     assert status["lastFailure"]["reason"] == "BadConfiguration"
     # It is seen before a checkpoint is begun, or in the middle of one.
     assert re.search(r"free .+, or make it (so much )?larger", status["lastFailure"]["message"])
     [failed] = (said["message"] for said in status["conditions"] if said["type"] == "Failed")
-    assert f"resumeFrom: pvc://{patient.job.name}-storage/{patient.job.name}" in failed
+    assert f"resumeFrom: pvc://{target.job.name}-storage/{target.job.name}" in failed
     assert kept
 
 
 @in_full
-def test_an_operator_that_is_killed_with_the_first_pod_starts_a_new_gang_once_it_is_back(sick: Ward) -> None:
-    with sick.job() as patient:
-        found = sick.recovered(
-            patient, lambda pods: kill_operator_and_pod(sick.nodes, sick.home.namespace, pods[0].name)
+def test_an_operator_that_is_killed_with_the_first_pod_starts_a_new_gang_once_it_is_back(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        found = harness.check_recovery(
+            target, lambda pods: kill_operator_and_pod(harness.nodes, harness.home.namespace, pods[0].name)
         )
-        status = patient.job.read()["status"]
+        status = target.job.read()["status"]
     assert found.new_pods == {0, 1}
     assert status["restarts"]["total"] == 1
 
 
 @in_full
-def test_a_rank_that_is_killed_beside_a_dead_kubelet_is_started_again_in_its_pod(sick: Ward) -> None:
-    with sick.job() as patient:
-        node = patient.members()[1].node
+def test_a_rank_that_is_killed_beside_a_dead_kubelet_is_started_again_in_its_pod(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
+        node = target.find_gang_pods()[1].node
         try:
-            sick.nodes.nodes[node].kubelet.stop()
-            found = recovery(patient, lambda pods: kill_rank(pods[1]))
+            harness.nodes.nodes[node].kubelet.stop()
+            found = measure_recovery(target, lambda pods: kill_rank(pods[1]))
         finally:
-            sick.nodes.start_kubelet(node)
-        sick.assert_unharmed(patient)
-        status = patient.job.read()["status"]
+            harness.nodes.start_kubelet(node)
+        harness.assert_unharmed(target)
+        status = target.job.read()["status"]
     assert found.lost_steps <= found.steps_at_risk
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (0, 0)
 
 
 @in_full
-def test_a_rank_that_is_killed_without_an_api_server_is_started_again_in_its_pod(sick: Ward) -> None:
-    with sick.job() as patient:
+def test_a_rank_that_is_killed_without_an_api_server_is_started_again_in_its_pod(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
 
-        def kill_unseen(pods: Mapping[int, Member]) -> None:
-            sick.nodes.plane.stop(Component.API_SERVER)
+        def kill_unseen(pods: Mapping[int, GangPod]) -> None:
+            harness.nodes.plane.stop(Component.API_SERVER)
             try:
                 kill_rank(pods[1])
-                patient.await_start(1)
+                target.await_start(1)
             finally:
-                sick.nodes.plane.start(Component.API_SERVER)
+                harness.nodes.plane.start(Component.API_SERVER)
 
-        found = sick.recovered(patient, kill_unseen)
+        found = harness.check_recovery(target, kill_unseen)
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
 
 
 @in_full
-def test_a_checkpoint_that_vanishes_while_it_is_written_costs_what_it_would_have_kept(sick: Ward) -> None:
-    with sick.job() as patient:
+def test_a_checkpoint_that_vanishes_while_it_is_written_costs_what_it_would_have_kept(harness: FaultHarness) -> None:
+    with harness.run_job() as target:
 
-        def remove_unfinished(_: Mapping[int, Member]) -> None:
+        def remove_unfinished(_: Mapping[int, GangPod]) -> None:
             shutil.rmtree(
-                patient.awaited(
-                    lambda: next(iter(patient.run.unfinished()), None), "a checkpoint that is being written"
+                target.await_result(
+                    lambda: next(iter(target.run.unfinished_checkpoints()), None), "a checkpoint that is being written"
                 )
             )
 
-        found = sick.recovered(patient, remove_unfinished)
+        found = harness.check_recovery(target, remove_unfinished)
     assert (found.new_pods, found.new_launchers) == (set(), set())
 
 
 @in_full
-def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward, tmp_path: Path) -> None:
+def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(harness: FaultHarness, tmp_path: Path) -> None:
     """One hour back, then a rank is killed: who is newer and who is silent is not asked of clocks."""
-    library = sick.provide(faketime(print))
+    library = harness.put_file(find_faketime(print))
     start_file = tmp_path / "sitecustomize.py"
     start_file.write_text(RELATIVE_SLEEP)
-    sick.provide(start_file)
+    harness.put_file(start_file)
     env = [
         {"name": "OMP_NUM_THREADS", "value": "1"},
         {"name": "LD_PRELOAD", "value": f"/claims/{MODELS}/{library.name}"},
@@ -267,7 +271,7 @@ def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward, tmp_path: 
         {"name": "DONT_FAKE_MONOTONIC", "value": "1"},
         {"name": "PYTHONPATH", "value": f"/claims/{MODELS}"},
     ]
-    with sick.job(resources={"env": env}) as patient:
-        shift_clock(sick.nodes, sick.home.namespace, patient.members()[1].name, "-1h")
-        found = sick.recovered(patient, lambda pods: kill_rank(pods[1]))
+    with harness.run_job(resources={"env": env}) as target:
+        shift_clock(harness.nodes, harness.home.namespace, target.find_gang_pods()[1].name, "-1h")
+        found = harness.check_recovery(target, lambda pods: kill_rank(pods[1]))
     assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})

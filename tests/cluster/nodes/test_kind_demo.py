@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkouts import copied
+from checkouts import copy_checkout
 from cluster.control_plane.releases import Release
 from cluster.extent import in_full
 from cluster.nodes.cluster import Cluster
@@ -55,7 +55,7 @@ class Laptop:
 
 
 @pytest.fixture
-def vacant(nodes: Cluster, home: Release, tmp_path: Path) -> Iterator[Cluster]:
+def vacant_nodes(nodes: Cluster, home: Release, tmp_path: Path) -> Iterator[Cluster]:
     """The nodes, before the chart is installed."""
     home.remove()
     yield nodes
@@ -66,16 +66,16 @@ def vacant(nodes: Cluster, home: Release, tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def laptop(vacant: Cluster, tmp_path: Path) -> Laptop:
-    checkout, programs, asked = copied(tmp_path / "checkout"), tmp_path / "bin", tmp_path / "asked"
+def laptop(vacant_nodes: Cluster, tmp_path: Path) -> Laptop:
+    checkout, programs, asked = copy_checkout(tmp_path / "checkout"), tmp_path / "bin", tmp_path / "asked"
     programs.mkdir()
     kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(vacant.plane.kubeconfig.read_text().replace('"tests"', '"kind-moejob"'))
+    kubeconfig.write_text(vacant_nodes.plane.kubeconfig.read_text().replace('"tests"', '"kind-moejob"'))
     for name in ("docker", "kind"):
         (programs / name).write_text(STAND_IN.format(name=name, asked=asked, kubeconfig=kubeconfig))
         (programs / name).chmod(0o755)
-    (programs / "kubectl").symlink_to(vacant.plane.kubectl_command()[0])
-    (programs / "helm").symlink_to(vacant.plane.helm.program)
+    (programs / "kubectl").symlink_to(vacant_nodes.plane.kubectl_command()[0])
+    (programs / "helm").symlink_to(vacant_nodes.plane.helm.program)
     shorten(checkout / "examples" / "tiny-sft.yaml")
     return Laptop(checkout, programs, asked)
 

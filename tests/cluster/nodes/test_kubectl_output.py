@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.nodes.kubectl_output import description, table
+from cluster.nodes.kubectl_output import normalise_description, normalise_table
 
 TABLE = """\
 NAME     PHASE     STEP     SCORE   SPEED       ETA   AGE
@@ -36,7 +36,7 @@ Events:
 
 
 def test_a_table_keeps_its_columns_and_loses_what_moves() -> None:
-    assert table(TABLE).splitlines() == [
+    assert normalise_table(TABLE).splitlines() == [
         "NAME     PHASE       STEP      SCORE     SPEED     ETA     AGE",
         "steady   Running     <n>/100   <score>   <speed>           <age>",
         "done     Succeeded   100/100   <score>   <speed>   <eta>   <age>",
@@ -45,7 +45,7 @@ def test_a_table_keeps_its_columns_and_loses_what_moves() -> None:
 
 @pytest.mark.parametrize(("step", "said"), [(17, "<n>"), (100, "100")])
 def test_a_description_keeps_its_fields_and_loses_what_moves(step: int, said: str) -> None:
-    told = description(DESCRIPTION.format(step=step))
+    told = normalise_description(DESCRIPTION.format(step=step))
     assert f"    Step:  {said}/100\n" in told
     assert f"    Step:         {said}\n    Total Steps:  100" in told
     assert "UID:  <uid>\n" in told

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from cluster.nodes.cgroups import Cgroup
-from cluster.nodes.cluster import SPARE, sweep
-from cluster.nodes.linux_namespaces import printed
+from cluster.nodes.cluster import SPARE, remove_leftovers
+from cluster.nodes.linux_namespaces import run_command
 from cluster.nodes.node import TUNABLES, Programs
-from cluster.nodes.pods import Shell, claim
-from cluster.nodes.storage import Class
+from cluster.nodes.pods import Shell, build_claim
+from cluster.nodes.storage import StorageClass
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -40,18 +40,18 @@ NODES_MOUNT_ON = ("/", "/run", "/var/lib", "/var/log")
 
 
 def test_a_killed_cluster_leaves_cgroups_and_the_next_one_nothing(tmp_path: Path, node_programs: Programs) -> None:
-    sweep(SPARE)
-    before = traces(tmp_path)
+    remove_leftovers(SPARE)
+    before = find_traces(tmp_path)
 
     def left() -> set[tuple[str, str]]:
-        return traces(tmp_path) - before
+        return find_traces(tmp_path) - before
 
     def only_left(kinds: set[str]) -> bool:
         return {kind for kind, _ in left()} == kinds
 
     leaves: dict[signal.Signals, set[str]] = {signal.SIGKILL: {"cgroup"}, signal.SIGTERM: set()}
     for end, kinds in leaves.items():
-        with owner(tmp_path / end.name) as process:
+        with start_owner(tmp_path / end.name) as process:
             run_pod(node_programs, tmp_path / end.name)
             assert {kind for kind, _ in left()} >= {"cgroup", "link", "loop", "namespace", "process", "route"}
             process.send_signal(end)
@@ -63,7 +63,7 @@ def test_a_killed_cluster_leaves_cgroups_and_the_next_one_nothing(tmp_path: Path
 
 
 @contextmanager
-def owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def start_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has a cluster, from when the cluster is ready."""
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.nodes", folder, "--spare"],
@@ -84,25 +84,25 @@ def owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def run_pod(programs: Programs, folder: Path) -> None:
     """A pod that runs, on a volume that is mounted."""
-    volume = claim("volume", "16Mi", Class.SIZED) | {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+    volume = build_claim("volume", "16Mi", StorageClass.SIZED) | {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
     pod = Shell("exec sleep 600", claim="volume").body("pod") | {"apiVersion": "v1", "kind": "Pod"}
     kubectl: list[str | Path] = [programs.paths["kubectl"], f"--kubeconfig={folder}/plane/admin.kubeconfig"]
     for body in (volume, pod):
         subprocess.run(
             [*kubectl, "create", "-f", "-"], input=json.dumps(body), text=True, check=True, capture_output=True
         )
-    printed(*kubectl, "wait", "--for=jsonpath={.status.phase}=Running", "--timeout=120s", "pod/pod")
+    run_command(*kubectl, "wait", "--for=jsonpath={.status.phase}=Running", "--timeout=120s", "pod/pod")
 
 
-def traces(folder: Path) -> set[tuple[str, str]]:
+def find_traces(folder: Path) -> set[tuple[str, str]]:
     """All of this machine that a cluster with files in a folder could change, each with its kind."""
     return {
         *(("mount", line) for line in Path("/proc/self/mounts").read_text().splitlines() if _is_ours(line, folder)),
-        *_each("link", printed("ip", "-brief", "link"), words=1),
-        *_each("route", printed("ip", "route")),
-        *_each("loop", printed("losetup", "--list", "--noheadings", "--output=BACK-FILE")),
-        *(("namespace", name) for name in _namespaces()),
-        *(("process", name) for name in _processes(folder)),
+        *_each("link", run_command("ip", "-brief", "link"), words=1),
+        *_each("route", run_command("ip", "route")),
+        *_each("loop", run_command("losetup", "--list", "--noheadings", "--output=BACK-FILE")),
+        *(("namespace", name) for name in _list_namespaces()),
+        *(("process", name) for name in _find_processes(folder)),
         *(("cgroup", str(found)) for found in Cgroup(SPARE.owner).folders if found.exists()),
         *(("tunable", f"{name}={Path('/proc/sys', name).read_text().strip()}") for name in TUNABLES),
         *(("haunt", name) for name in HAUNTS if Path(name).exists()),
@@ -121,14 +121,14 @@ def _each(kind: str, lines: str, words: int | None = None) -> Iterator[tuple[str
         yield kind, " ".join(line.split()[:words])
 
 
-def _namespaces() -> Iterator[str]:
+def _list_namespaces() -> Iterator[str]:
     for link in Path("/proc").glob("[0-9]*/ns/net"):
         # The process has ended since it was listed.
         with suppress(OSError):
             yield str(link.readlink())
 
 
-def _processes(folder: Path) -> Iterator[str]:
+def _find_processes(folder: Path) -> Iterator[str]:
     """Those that name the folder, or are in the cgroups of pods."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

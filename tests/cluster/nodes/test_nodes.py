@@ -13,7 +13,7 @@ from cluster.binaries import KUBERNETES
 from cluster.control_plane.plane import KubectlError
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.pods import VOLUME, Pods, Shell
-from cluster.nodes.storage import Class
+from cluster.nodes.storage import StorageClass
 from cluster.waiting import until
 
 pytestmark = pytest.mark.cluster
@@ -89,7 +89,7 @@ def test_a_pod_that_is_deleted_may_finish_within_its_grace(pods: Pods, nodes: Cl
     farewell = f"trap 'sleep 1; echo farewell >{VOLUME}/said; exit 0' TERM; touch {VOLUME}/started"
     wait = "while :; do sleep 0.1; done"
     pods.run("polite", Shell(f"{farewell}; {wait}", claim="notes", grace_seconds=20))
-    written = nodes.storage.path(pods.namespace, "notes")
+    written = nodes.storage.volume_path(pods.namespace, "notes")
     until((written / "started").exists, waiting_for="the trap to be set")
     pods.delete("polite")
     until(lambda: pods.is_gone("polite"), waiting_for="the end of the pod")
@@ -104,7 +104,7 @@ def test_processes_of_a_pod_can_be_held_and_killed_from_outside(pods: Pods, node
         if Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x00600\x00"
     ]
     os.kill(sleep, signal.SIGSTOP)
-    until(lambda: state(sleep) == "T", waiting_for="the process to be held")
+    until(lambda: process_state(sleep) == "T", waiting_for="the process to be held")
     os.kill(sleep, signal.SIGKILL)
     pods.await_phase("victim", "Succeeded")
     assert "ended with 137" in pods.logs("victim").splitlines(), "its shell says Killed before or after"
@@ -113,7 +113,7 @@ def test_processes_of_a_pod_can_be_held_and_killed_from_outside(pods: Pods, node
 # --- volumes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage_class", [None, Class.SIZED], ids=["default class", "a file system of its own"])
+@pytest.mark.parametrize("storage_class", [None, StorageClass.SIZED], ids=["default class", "a file system of its own"])
 def test_what_one_node_writes_the_other_reads(pods: Pods, storage_class: str | None) -> None:
     pods.create_claim("shared", "64Mi", storage_class)
     pods.output("writer", Shell(f"echo written >{VOLUME}/file", node="node-1", claim="shared"))
@@ -121,7 +121,7 @@ def test_what_one_node_writes_the_other_reads(pods: Pods, storage_class: str | N
 
 
 def test_a_file_system_of_its_own_can_be_filled(pods: Pods) -> None:
-    pods.create_claim("small", "16Mi", Class.SIZED)
+    pods.create_claim("small", "16Mi", StorageClass.SIZED)
     fill = f"dd if=/dev/zero of={VOLUME}/file bs=1M count=32 2>&1 || echo refused"
     said = pods.output("writer", Shell(fill, claim="small"))
     assert "No space left on device" in said
@@ -129,9 +129,9 @@ def test_a_file_system_of_its_own_can_be_filled(pods: Pods) -> None:
 
 
 def test_a_volume_goes_with_its_claim(pods: Pods, nodes: Cluster) -> None:
-    pods.create_claim("brief", "16Mi", Class.SIZED)
+    pods.create_claim("brief", "16Mi", StorageClass.SIZED)
     pods.output("user", Shell("true", claim="brief"))
-    path = nodes.storage.path(pods.namespace, "brief")
+    path = nodes.storage.volume_path(pods.namespace, "brief")
     pods.delete("user")
     pods.plane.api.delete(f"/api/v1/namespaces/{pods.namespace}/persistentvolumeclaims/brief")
     until(lambda: not path.exists(), waiting_for=f"the end of {path}")
@@ -172,18 +172,18 @@ def test_pods_outlive_the_kubelet(pods: Pods, nodes: Cluster) -> None:
     before = nodes.pids(pods.namespace, "steady")
     nodes.nodes["node-1"].kubelet.stop()
     nodes.start_kubelet("node-1")
-    until(lambda: says(pods, "steady", "still here"), waiting_for="the kubelet to know its pods again")
+    until(lambda: repeats_words(pods, "steady", "still here"), waiting_for="the kubelet to know its pods again")
     assert nodes.pids(pods.namespace, "steady") == before
     allocatable = nodes.plane.api.get("/api/v1/nodes/node-1")["status"]["allocatable"]
     assert allocatable["nvidia.com/gpu"] == "8"
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """R, S, T or whatever else the kernel says of a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def says(pods: Pods, name: str, words: str) -> bool:
+def repeats_words(pods: Pods, name: str, words: str) -> bool:
     """Return whether a pod repeats words, by way of its kubelet."""
     try:
         return pods.exec(name, f"echo {words}") == f"{words}\n"

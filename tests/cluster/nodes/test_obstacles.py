@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.nodes.cluster import ADDRESSES, Settings
-from cluster.nodes.linux_namespaces import printed
+from cluster.nodes.linux_namespaces import run_command
 from cluster.nodes.network import Addresses
-from cluster.nodes.obstacles import COMMANDS, obstacles
+from cluster.nodes.obstacles import COMMANDS, find_obstacles
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="whoever is not root is told that, and nothing else")
 
@@ -19,19 +19,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="whoever is not root i
 @needs_root
 def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert obstacles(Settings()) == [f"no {', '.join(COMMANDS)} in $PATH"]
+    assert find_obstacles(Settings()) == [f"no {', '.join(COMMANDS)} in $PATH"]
 
 
 @needs_root
 def test_addresses_that_lead_elsewhere_already_are_named() -> None:
-    routes = [route.split() for route in printed("ip", "-4", "route").splitlines() if Settings().owner not in route]
+    routes = [route.split() for route in run_command("ip", "-4", "route").splitlines() if Settings().owner not in route]
     taken = next((network for network, *_ in routes if "/" in network), None)
     if taken is None:
         pytest.skip("this machine knows no network")
     settings = Settings(addresses=Addresses(IPv4Network(taken), ADDRESSES.pods))
-    assert [reason for reason in obstacles(settings) if f"a route to {taken} " in reason]
+    assert [reason for reason in find_obstacles(settings) if f"a route to {taken} " in reason]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root is who may")
 def test_whoever_is_not_root_is_told_that() -> None:
-    assert obstacles(Settings()) == ["not root"]
+    assert find_obstacles(Settings()) == ["not root"]

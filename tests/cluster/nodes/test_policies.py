@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from builders import merged
+from builders import merge_sections
 from cluster.control_plane.releases import Release
 from cluster.extent import in_full
 from cluster.nodes.cluster import Cluster, shell_image
 from cluster.nodes.node import Programs
 from cluster.nodes.pods import Pods, Shell
-from cluster.nodes.policies import REFUSAL, PodAddress, Seen, UnknownPolicyError, enforced, filters
-from cluster.nodes.strangers import address
-from cluster.nodes.training import JOBS, ROOT, Submitted, submitted
+from cluster.nodes.policies import REFUSAL, ClusterView, PodAddress, UnknownPolicyError, build_filters, enforce_policies
+from cluster.nodes.strangers import await_address
+from cluster.nodes.training import JOBS, ROOT, SubmittedJob, submit_job
 from cluster.waiting import until
 from moejob_api.contract.pods import PodPort
 
@@ -30,11 +30,11 @@ SEEN_PODS = (
 )
 
 
-def rules(**spec: Any) -> list[str]:
+def summarise_rules(**spec: Any) -> list[str]:
     """The rules for pods, in short, that follow from one policy for the ranks of namespace a."""
     selected = {"podSelector": {"matchLabels": {"app": "rank"}}, "policyTypes": ["Ingress"]}
     policy = {"metadata": {"name": "p", "namespace": "a"}, "spec": selected | spec}
-    found = filters(Seen([policy], SEEN_PODS, {"a": OWN, "b": OTHER})).splitlines()
+    found = build_filters(ClusterView([policy], SEEN_PODS, {"a": OWN, "b": OTHER})).splitlines()
     return [line.strip().removeprefix("ip daddr ") for line in found if "ip daddr" in line]
 
 
@@ -71,7 +71,7 @@ TO_RANKS = {"podSelector": {"matchLabels": {"app": "rank"}}}
     ],
 )
 def test_filters_follow_from_a_policy(ingress: list[Any], expected: list[str]) -> None:
-    assert rules(ingress=ingress) == [*expected, CLOSED]
+    assert summarise_rules(ingress=ingress) == [*expected, CLOSED]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_filters_follow_from_a_policy(ingress: list[Any], expected: list[str]) -
 )
 def test_what_is_not_enforced_is_an_error(spec: dict[str, Any]) -> None:
     with pytest.raises(UnknownPolicyError):
-        rules(**spec)
+        summarise_rules(**spec)
 
 
 def test_without_a_policy_all_are_reached() -> None:
-    assert "daddr" not in filters(Seen((), SEEN_PODS, {}))
+    assert "daddr" not in build_filters(ClusterView((), SEEN_PODS, {}))
 
 
 # --- on the nodes -----------------------------------------------------------------------------------------------------
@@ -117,13 +117,15 @@ def other_pods(nodes: Cluster) -> Iterator[Pods]:
 
 
 @pytest.fixture
-def grpo(nodes: Cluster, home: Release, namespace: str, node_programs: Programs, tmp_path: Path) -> Iterator[Submitted]:
+def grpo(
+    nodes: Cluster, home: Release, namespace: str, node_programs: Programs, tmp_path: Path
+) -> Iterator[SubmittedJob]:
     """A trainer and an engine, as the operator makes them."""
     del home
-    nodes.load({MEMBER: shell_image(tmp_path / "member.tar", node_programs, ANSWERS, user="65532")})
+    nodes.load_images({MEMBER: shell_image(tmp_path / "member.tar", node_programs, ANSWERS, user="65532")})
     body = yaml.safe_load((ROOT / "examples" / "tiny-grpo.yaml").read_text())
-    job = submitted(nodes, namespace, body | {"spec": merged(body["spec"], STANDING_IN)})
-    until(lambda: job.phase == "Running", waiting_for=job.told)
+    job = submit_job(nodes, namespace, body | {"spec": merge_sections(body["spec"], STANDING_IN)})
+    until(lambda: job.phase == "Running", waiting_for=job.describe)
     yield job
     # Or the operator would make the pods again that the end of a test waits for.
     nodes.plane.api.delete(f"{JOBS.format(namespace)}/{job.name}")
@@ -133,28 +135,30 @@ def grpo(nodes: Cluster, home: Release, namespace: str, node_programs: Programs,
 @pytest.mark.slow
 @in_full
 def test_an_engine_is_reached_by_its_trainer_and_by_no_stranger(
-    nodes: Cluster, pods: Pods, grpo: Submitted, other_pods: Pods
+    nodes: Cluster, pods: Pods, grpo: SubmittedJob, other_pods: Pods
 ) -> None:
     members = [
         pod["metadata"]["name"] for pod in pods.plane.api.get(f"/api/v1/namespaces/{pods.namespace}/pods")["items"]
     ]
     trainer, engine = sorted(members, reverse=True)
-    hosts = {name: address(nodes, grpo.namespace, name) for name in (trainer, engine)}
+    hosts = {name: await_address(nodes, grpo.namespace, name) for name in (trainer, engine)}
     for space in (pods, other_pods):
         space.run("stranger", Shell("sleep 3600"))
     marks = pods.plane.api.get(f"/api/v1/namespaces/{pods.namespace}/pods/{engine}")["metadata"]["labels"]
     pods.run("namesake", Shell("sleep 3600", labels=marks))
-    with enforced(nodes):
+    with enforce_policies(nodes):
         # By its labels it is one of the job's: what these ports then ask for is not the policy's.
-        assert reached(pods, "namesake", hosts[engine]) == set(MEMBER_PORTS)
-        assert reached(pods, trainer, hosts[engine]) == set(MEMBER_PORTS)
-        assert reached(pods, engine, hosts[trainer]) == set(MEMBER_PORTS)
+        assert reached_ports(pods, "namesake", hosts[engine]) == set(MEMBER_PORTS)
+        assert reached_ports(pods, trainer, hosts[engine]) == set(MEMBER_PORTS)
+        assert reached_ports(pods, engine, hosts[trainer]) == set(MEMBER_PORTS)
         for space in (pods, other_pods):
-            assert reached(space, "stranger", *hosts.values()) == set()
-    assert reached(other_pods, "stranger", hosts[engine]) == set(MEMBER_PORTS), "it was the policy that kept it out"
+            assert reached_ports(space, "stranger", *hosts.values()) == set()
+    assert reached_ports(other_pods, "stranger", hosts[engine]) == set(MEMBER_PORTS), (
+        "it was the policy that kept it out"
+    )
 
 
-def reached(pods: Pods, origin: str, *hosts: str) -> set[int]:
+def reached_ports(pods: Pods, origin: str, *hosts: str) -> set[int]:
     """The ports that a pod reaches of any of these addresses."""
     tries = " ".join(f"nc -w 5 {host} {port} </dev/null && echo {port};" for host in hosts for port in MEMBER_PORTS)
     return {int(line) for line in pods.exec(origin, f"{tries} true").split()}

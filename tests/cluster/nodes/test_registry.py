@@ -36,13 +36,13 @@ def archive(tmp_path: Path) -> Path:
     )
 
 
-def get(registry: Registry, path: str) -> bytes:
+def get_response(registry: Registry, path: str) -> bytes:
     with urllib.request.urlopen(f"{registry.url}/v2/{path}") as answer:  # noqa: S310
         content: bytes = answer.read()
         return content
 
 
-def digest(content: bytes) -> str:
+def compute_digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
@@ -53,27 +53,32 @@ def test_every_piece_of_an_image_is_what_its_digest_says(
     if is_folder:
         with tarfile.open(archive) as packed:
             packed.extractall(tmp_path / "folder", filter="data")
-    registry.add("moejob.test/image:1", tmp_path / "folder" if is_folder else archive)
-    manifest: dict[str, Any] = json.loads(get(registry, "image/manifests/1"))
+    registry.add_image("moejob.test/image:1", tmp_path / "folder" if is_folder else archive)
+    manifest: dict[str, Any] = json.loads(get_response(registry, "image/manifests/1"))
     for piece in (manifest["config"], *manifest["layers"]):
-        content = get(registry, f"image/blobs/{piece['digest']}")
-        assert (digest(content), len(content)) == (piece["digest"], piece["size"])
+        content = get_response(registry, f"image/blobs/{piece['digest']}")
+        assert (compute_digest(content), len(content)) == (piece["digest"], piece["size"])
 
 
 def test_a_manifest_is_found_by_tag_and_by_digest(registry: Registry, archive: Path) -> None:
-    registry.add("moejob-trainer:0.1", archive)
-    by_tag = get(registry, "library/moejob-trainer/manifests/0.1")
-    assert get(registry, f"library/moejob-trainer/manifests/{digest(by_tag)}") == by_tag
+    registry.add_image("moejob-trainer:0.1", archive)
+    by_tag = get_response(registry, "library/moejob-trainer/manifests/0.1")
+    assert get_response(registry, f"library/moejob-trainer/manifests/{compute_digest(by_tag)}") == by_tag
 
 
 @pytest.mark.parametrize(
     "path",
-    ["library/other/manifests/0.1", "library/moejob-trainer/manifests/0.2", f"x/blobs/{digest(b'')}", "x/tags/list"],
+    [
+        "library/other/manifests/0.1",
+        "library/moejob-trainer/manifests/0.2",
+        f"x/blobs/{compute_digest(b'')}",
+        "x/tags/list",
+    ],
 )
 def test_what_is_not_there_is_not_found(registry: Registry, archive: Path, path: str) -> None:
-    registry.add("moejob-trainer:0.1", archive)
+    registry.add_image("moejob-trainer:0.1", archive)
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        get(registry, path)
+        get_response(registry, path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from builders import merged
+from builders import merge_sections
 from charts import CHART, Values
 from cluster.control_plane.jobs import body
 from cluster.control_plane.plane import ControlPlane, KubectlError
@@ -24,12 +24,12 @@ from cluster.extent import in_full
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.images import write_variant
 from cluster.nodes.pods import VOLUME
-from cluster.nodes.strangers import Inside, Try, address, connections, namespace_of, stranger
-from cluster.nodes.test_strangers import IMAGE, endless
-from cluster.nodes.training import JOBS, VALUES, VERSION, Submitted, example, submitted
+from cluster.nodes.strangers import ProbePod, Try, await_address, count_connections, make_namespace, start_stranger
+from cluster.nodes.test_strangers import IMAGE, build_endless_job
+from cluster.nodes.training import JOBS, VALUES, VERSION, SubmittedJob, read_example, submit_job
 from cluster.waiting import until
-from images import built
-from limit_cases import ALLOWED, BEYOND, Limited
+from images import build_image
+from limit_cases import ALLOWED, BEYOND, LimitCase
 from moejob_api.contract.pods import PodPort, RunFile, printable_text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, in_full]
@@ -45,104 +45,108 @@ LAST_WORDS = "all is well"
 
 
 @dataclass(frozen=True, slots=True)
-class Crowded:
+class CrowdResults:
     """A launcher that joined while strangers held the ports of the first one."""
 
     # Connections at each port of pod 0 just before the launcher came.
-    held: Mapping[int, int]
+    connections_held: Mapping[int, int]
     # UIDs before and after.
     first: tuple[str, str]
     joined: tuple[str, str]
     # Steps before and after: in the run's log, and as the operator has heard of them.
-    done: tuple[int, int]
-    heard: tuple[int, int]
-    said: Mapping[Try, str]
+    steps_done: tuple[int, int]
+    steps_reported: tuple[int, int]
+    outcomes: Mapping[Try, str]
 
 
 @pytest.fixture(scope="module")
-def own(nodes: Cluster, home: Release) -> Iterator[str]:
+def tenant_namespace(nodes: Cluster, home: Release) -> Iterator[str]:
     """The namespace of all of them."""
     del home
-    with namespace_of(nodes) as name:
+    with make_namespace(nodes) as name:
         yield name
 
 
 @pytest.fixture(scope="module")
-def job(nodes: Cluster, own: str) -> Iterator[Submitted]:
+def job(nodes: Cluster, tenant_namespace: str) -> Iterator[SubmittedJob]:
     """A job of two launchers that trains."""
-    found = submitted(nodes, own, merged(endless(), {"spec": {"checkpoint": {"everySteps": 20}}}))
-    until(lambda: found.phase == "Running", waiting_for=found.told)
-    until(lambda: found.run().done() > 0, waiting_for=found.told)
+    found = submit_job(
+        nodes, tenant_namespace, merge_sections(build_endless_job(), {"spec": {"checkpoint": {"everySteps": 20}}})
+    )
+    until(lambda: found.phase == "Running", waiting_for=found.describe)
+    until(lambda: found.run().last_step() > 0, waiting_for=found.describe)
     yield found
-    nodes.plane.api.delete(f"{JOBS.format(own)}/{found.name}")
+    nodes.plane.api.delete(f"{JOBS.format(tenant_namespace)}/{found.name}")
 
 
 @pytest.fixture(scope="module")
-def neighbour(nodes: Cluster, own: str, job: Submitted) -> Inside:
+def neighbour_pod(nodes: Cluster, tenant_namespace: str, job: SubmittedJob) -> ProbePod:
     """A pod in the namespace of the job, on its claim."""
-    return stranger(nodes, own, IMAGE, "node-1", claim=f"{job.name}-storage")
+    return start_stranger(nodes, tenant_namespace, IMAGE, "node-1", claim=f"{job.name}-storage")
 
 
 @pytest.fixture(scope="module")
-def crowded(nodes: Cluster, own: str, job: Submitted, neighbour: Inside) -> Crowded:
+def crowd_results(nodes: Cluster, tenant_namespace: str, job: SubmittedJob, neighbour_pod: ProbePod) -> CrowdResults:
     """Crowd the first launcher, let another come, and stay until the job has trained and its status says so."""
-    before, first, last = job.uids(), min(job.pods()), max(job.pods())
-    host = address(nodes, own, first)
+    before, first, last = job.pod_uids(), min(job.pod_nodes()), max(job.pod_nodes())
+    host = await_address(nodes, tenant_namespace, first)
     crowds = [("crowd", host, port) for port in MOST]
     with ThreadPoolExecutor() as threads:
-        saying = [threads.submit(neighbour.tries, [crowd]) for crowd in crowds]
+        pending_tries = [threads.submit(neighbour_pod.run_tries, [crowd]) for crowd in crowds]
         for port, most in MOST.items():
-            await_crowd(nodes, own, first, port, most)
-        held = {port: connections(nodes, own, first, port) for port in MOST}
-        nodes.plane.kubectl("delete", "pod", last, f"--namespace={own}")
-        until(lambda: job.uids().get(last, before[last]) != before[last], waiting_for=job.told)
-        done, heard = job.run().done(), reported(job)
-        until(lambda: job.run().done() > done, waiting_for=job.told)
-        until(lambda: reported(job) > heard, waiting_for=job.told)
-        after = job.uids()
-        assert not any(each.done() for each in saying), [each.result() for each in saying if each.done()]
-        nodes.plane.kubectl("exec", neighbour.pod, f"--namespace={own}", "--", "touch", "/tmp/enough")
-        said = {crowd: answer for each in saying for crowd, answer in each.result().items()}
-    return Crowded(
-        held,
+            await_crowd(nodes, tenant_namespace, first, port, most)
+        connections_held = {port: count_connections(nodes, tenant_namespace, first, port) for port in MOST}
+        nodes.plane.kubectl("delete", "pod", last, f"--namespace={tenant_namespace}")
+        until(lambda: job.pod_uids().get(last, before[last]) != before[last], waiting_for=job.describe)
+        done, heard = job.run().last_step(), reported_steps(job)
+        until(lambda: job.run().last_step() > done, waiting_for=job.describe)
+        until(lambda: reported_steps(job) > heard, waiting_for=job.describe)
+        after = job.pod_uids()
+        assert not any(each.done() for each in pending_tries), [each.result() for each in pending_tries if each.done()]
+        nodes.plane.kubectl("exec", neighbour_pod.pod, f"--namespace={tenant_namespace}", "--", "touch", "/tmp/enough")
+        outcomes = {crowd: answer for each in pending_tries for crowd, answer in each.result().items()}
+    return CrowdResults(
+        connections_held,
         (before[first], after[first]),
         (before[last], after[last]),
-        (done, job.run().done()),
-        (heard, reported(job)),
-        said,
+        (done, job.run().last_step()),
+        (heard, reported_steps(job)),
+        outcomes,
     )
 
 
 def await_crowd(nodes: Cluster, namespace: str, pod: str, port: int, most: int) -> None:
-    until(lambda: connections(nodes, namespace, pod, port) >= most, waiting_for=f"a crowd at {port}")
+    until(lambda: count_connections(nodes, namespace, pod, port) >= most, waiting_for=f"a crowd at {port}")
 
 
-def test_a_launcher_joins_and_the_operator_hears_of_steps_past_a_crowd_that_says_nothing(crowded: Crowded) -> None:
-    assert crowded.first[0] == crowded.first[1]
-    assert crowded.joined[0] != crowded.joined[1]
-    assert crowded.done[0] < crowded.done[1]
-    assert crowded.heard[0] < crowded.heard[1]
+def test_a_launcher_joins_and_the_operator_hears_of_steps_past_a_crowd_that_says_nothing(
+    crowd_results: CrowdResults,
+) -> None:
+    assert crowd_results.first[0] == crowd_results.first[1]
+    assert crowd_results.joined[0] != crowd_results.joined[1]
+    assert crowd_results.steps_done[0] < crowd_results.steps_done[1]
+    assert crowd_results.steps_reported[0] < crowd_results.steps_reported[1]
     # Each was turned away again and again.
-    for (_, _, port), answer in crowded.said.items():
+    for (_, _, port), answer in crowd_results.outcomes.items():
         assert int(answer.removeprefix("opened ")) > MOST[port], answer
 
 
 def test_a_claim_that_another_writes_on_the_volume_of_a_job_supersedes_no_run_and_keeps_none_from_starting(
-    nodes: Cluster, own: str, job: Submitted, neighbour: Inside, crowded: Crowded
+    nodes: Cluster, tenant_namespace: str, job: SubmittedJob, neighbour_pod: ProbePod, crowd_results: CrowdResults
 ) -> None:
-    del crowded
+    del crowd_results
     folder = f"{VOLUME}/{job.name}/{RunFile.CLAIMS}"
-    [listed] = neighbour.tries([("claim", folder, FAR)]).values()
+    [listed] = neighbour_pod.run_tries([("claim", folder, FAR)]).values()
     assert f"{FAR}.{FAR}" in listed.split()
     saved = max(job.run().checkpoints(), default=0)
-    until(lambda: max(job.run().checkpoints(), default=0) > saved, waiting_for=job.told)
+    until(lambda: max(job.run().checkpoints(), default=0) > saved, waiting_for=job.describe)
     attempt = job.read()["status"]["attempt"]
     # A new attempt, which reads all claims before it starts.
-    nodes.plane.kubectl("delete", "pod", min(job.pods()), f"--namespace={own}")
-    until(lambda: job.read()["status"]["attempt"] > attempt and job.phase == "Running", waiting_for=job.told)
+    nodes.plane.kubectl("delete", "pod", min(job.pod_nodes()), f"--namespace={tenant_namespace}")
+    until(lambda: job.read()["status"]["attempt"] > attempt and job.phase == "Running", waiting_for=job.describe)
     saved = max(job.run().checkpoints())
-    until(lambda: max(job.run().checkpoints()) > saved, waiting_for=job.told)
-    logs = nodes.plane.kubectl("logs", min(job.pods()), f"--namespace={own}")
+    until(lambda: max(job.run().checkpoints()) > saved, waiting_for=job.describe)
+    logs = nodes.plane.kubectl("logs", min(job.pod_nodes()), f"--namespace={tenant_namespace}")
     assert "claims that are not proven to be this job's are ignored" in logs
     assert f"{FAR}.{FAR}" in logs
 
@@ -151,7 +155,7 @@ def test_a_claim_that_another_writes_on_the_volume_of_a_job_supersedes_no_run_an
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ChatterResults:
     """The operator after it asked pods that answer with what they like."""
 
     strange: Mapping[str, Any]
@@ -161,42 +165,44 @@ class Answered:
     memory: tuple[int, int]
     leaders: tuple[str, str]
     # Steps of another's job that it heard of meanwhile.
-    reported: tuple[int, int]
+    steps_reported: tuple[int, int]
 
 
 @pytest.fixture(scope="module")
-def answered(
+def chatter_results(
     nodes: Cluster,
     home: Release,
-    own: str,
-    job: Submitted,
+    tenant_namespace: str,
+    job: SubmittedJob,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Answered:
+) -> ChatterResults:
     """Have a tenant create two jobs, whose pods the operator asks as it asks all."""
     start = {"Entrypoint": ["python", "-c", CHATTER], "Cmd": ()}
-    nodes.load(
-        {CHATTER_IMAGE: write_variant(tmp_path_factory.mktemp("chatter") / "image", built("trainer-cpu"), start)}
+    nodes.load_images(
+        {CHATTER_IMAGE: write_variant(tmp_path_factory.mktemp("chatter") / "image", build_image("trainer-cpu"), start)}
     )
-    admit_tenant(nodes.plane, own)
-    before = memory(nodes, home), leader(home), reported(job)
+    admit_tenant(nodes.plane, tenant_namespace)
+    before = measure_peak_memory(nodes, home), find_leader(home), reported_steps(job)
     for kind in ("flood", "strange"):
-        created = yaml.safe_dump(chatting(kind))
-        nodes.plane.kubectl("create", "-f", "-", TENANT, f"--namespace={own}", stdin=created)
-    flood, strange = Submitted(nodes, own, "flood"), Submitted(nodes, own, "strange")
-    until(lambda: strange.phase == "Failed", waiting_for=strange.told)
-    until(lambda: asked(flood) >= FLOOD_ASKED, waiting_for=flood.told)
-    until(lambda: reported(job) > before[2], waiting_for=job.told)
-    after = memory(nodes, home), leader(home), reported(job)
-    found = strange.read()
+        created = yaml.safe_dump(build_chatter_job(kind))
+        nodes.plane.kubectl("create", "-f", "-", TENANT, f"--namespace={tenant_namespace}", stdin=created)
+    flood, strange = SubmittedJob(nodes, tenant_namespace, "flood"), SubmittedJob(nodes, tenant_namespace, "strange")
+    until(lambda: strange.phase == "Failed", waiting_for=strange.describe)
+    until(lambda: count_questions(flood) >= FLOOD_ASKED, waiting_for=flood.describe)
+    until(lambda: reported_steps(job) > before[2], waiting_for=job.describe)
+    after = measure_peak_memory(nodes, home), find_leader(home), reported_steps(job)
+    strange_job = strange.read()
     for each in (flood, strange):
-        nodes.plane.api.delete(f"{JOBS.format(own)}/{each.name}")
-    spoken = nodes.plane.api.get(f"/api/v1/namespaces/{own}/events")["items"]
-    logs = "".join(nodes.plane.kubectl("logs", pod, f"--namespace={home.namespace}") for pod in operators(home))
-    events = tuple(str(event["message"]) for event in spoken if event["involvedObject"]["name"].startswith("strange"))
-    return Answered(found, events, logs, *zip(before, after, strict=True))  # type: ignore[arg-type]
+        nodes.plane.api.delete(f"{JOBS.format(tenant_namespace)}/{each.name}")
+    events_listed = nodes.plane.api.get(f"/api/v1/namespaces/{tenant_namespace}/events")["items"]
+    logs = "".join(nodes.plane.kubectl("logs", pod, f"--namespace={home.namespace}") for pod in operator_pods(home))
+    events = tuple(
+        str(event["message"]) for event in events_listed if event["involvedObject"]["name"].startswith("strange")
+    )
+    return ChatterResults(strange_job, events, logs, *zip(before, after, strict=True))  # type: ignore[arg-type]
 
 
-def chatting(kind: str) -> dict[str, Any]:
+def build_chatter_job(kind: str) -> dict[str, Any]:
     """A job of one pod with an image of its author's."""
     small = {"image": CHATTER_IMAGE, "gpusPerNode": 1, "cpu": "50m", "memory": "2Gi", "sharedMemory": "16Mi"}
     sections = {
@@ -206,45 +212,45 @@ def chatting(kind: str) -> dict[str, Any]:
             "resources": small | {"env": [{"name": "CHATTER", "value": kind}]},
         },
     }
-    return merged(example(), sections)
+    return merge_sections(read_example(), sections)
 
 
-def asked(job: Submitted) -> int:
+def count_questions(job: SubmittedJob) -> int:
     """Count the times that the operator has asked the pod of a job."""
     return sum(
-        job.nodes.plane.kubectl("logs", pod, f"--namespace={job.namespace}").count("asked") for pod in job.pods()
+        job.nodes.plane.kubectl("logs", pod, f"--namespace={job.namespace}").count("asked") for pod in job.pod_nodes()
     )
 
 
-def reported(job: Submitted) -> int:
+def reported_steps(job: SubmittedJob) -> int:
     """The steps of a job as the operator knows them."""
     step: int = job.read()["status"].get("progress", {}).get("step", 0)
     return step
 
 
-def operators(home: Release) -> list[str]:
+def operator_pods(home: Release) -> list[str]:
     """The pods of the operator."""
     listed = home.get("pods?labelSelector=app.kubernetes.io/component=operator")["items"]
     return [pod["metadata"]["name"] for pod in listed]
 
 
-def leader(home: Release) -> str:
+def find_leader(home: Release) -> str:
     """The replica that decides."""
     [lease] = home.get("coordination.k8s.io/v1:leases")["items"]
     return str(lease["spec"]["holderIdentity"])
 
 
-def memory(nodes: Cluster, home: Release) -> int:
+def measure_peak_memory(nodes: Cluster, home: Release) -> int:
     """The most memory that a process of the operator has ever had. [KiB]"""
-    pids = [pid for pod in operators(home) for pid in nodes.pids(home.namespace, pod)]
-    return max(_peak(Path(f"/proc/{pid}/status").read_text()) for pid in pids)
+    pids = [pid for pod in operator_pods(home) for pid in nodes.pids(home.namespace, pod)]
+    return max(_parse_peak(Path(f"/proc/{pid}/status").read_text()) for pid in pids)
 
 
-def _peak(status: str) -> int:
+def _parse_peak(status: str) -> int:
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
-def strings(value: object) -> Iterator[str]:
+def iterate_strings(value: object) -> Iterator[str]:
     """All texts in JSON, also keys."""
     match value:
         case str():
@@ -252,50 +258,54 @@ def strings(value: object) -> Iterator[str]:
         case dict():
             for key, inner in value.items():
                 yield key
-                yield from strings(inner)
+                yield from iterate_strings(inner)
         case list():
             for inner in value:
-                yield from strings(inner)
+                yield from iterate_strings(inner)
         case _:
             pass
 
 
-def test_interim_answers_without_end_and_strange_ones_neither_fill_the_operator_nor_stop_it(answered: Answered) -> None:
-    before, after = answered.memory
+def test_interim_answers_without_end_and_strange_ones_neither_fill_the_operator_nor_stop_it(
+    chatter_results: ChatterResults,
+) -> None:
+    before, after = chatter_results.memory
     assert after - before < 30 * 1024
     assert after < 150 * 1024
-    assert answered.leaders[0] == answered.leaders[1]
-    assert answered.reported[0] < answered.reported[1]
+    assert chatter_results.leaders[0] == chatter_results.leaders[1]
+    assert chatter_results.steps_reported[0] < chatter_results.steps_reported[1]
 
 
-def test_what_a_pod_says_reaches_status_events_and_logs_without_what_a_terminal_obeys(answered: Answered) -> None:
-    said = [*strings(answered.strange["status"]), *answered.events]
-    assert any(LAST_WORDS in text for text in said), json.dumps(answered.strange["status"])
+def test_what_a_pod_says_reaches_status_events_and_logs_without_what_a_terminal_obeys(
+    chatter_results: ChatterResults,
+) -> None:
+    said = [*iterate_strings(chatter_results.strange["status"]), *chatter_results.events]
+    assert any(LAST_WORDS in text for text in said), json.dumps(chatter_results.strange["status"])
     assert [text for text in said if printable_text(text) != text] == []
-    assert all(printable_text(line) == line for line in answered.logs.splitlines())
+    assert all(printable_text(line) == line for line in chatter_results.logs.splitlines())
 
 
-def test_numbers_beyond_all_bounds_are_no_bug_in_a_reconcile(answered: Answered) -> None:
-    assert "bug in a reconcile" not in answered.logs
-    assert "Traceback" not in answered.logs
+def test_numbers_beyond_all_bounds_are_no_bug_in_a_reconcile(chatter_results: ChatterResults) -> None:
+    assert "bug in a reconcile" not in chatter_results.logs
+    assert "Traceback" not in chatter_results.logs
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def limited(home: Release) -> Iterator[Release]:
+def limited_release(home: Release) -> Iterator[Release]:
     """The chart with limits on everything; afterwards with its own again."""
-    upgraded(home, VALUES | {"limits": ALLOWED})
+    upgrade_release(home, VALUES | {"limits": ALLOWED})
     yield home
-    upgraded(home, VALUES)
+    upgrade_release(home, VALUES)
 
 
-def upgraded(home: Release, values: Values) -> None:
+def upgrade_release(home: Release, values: Values) -> None:
     """Return when all pods of the operator have other values: those that end still answer for a moment."""
-    before = {*operators(home)}
+    before = {*operator_pods(home)}
     home.upgrade(CHART, values)
-    until(lambda: before.isdisjoint(operators(home)), waiting_for="the operator's pods to be replaced")
+    until(lambda: before.isdisjoint(operator_pods(home)), waiting_for="the operator's pods to be replaced")
 
 
 def admit_tenant(plane: ControlPlane, namespace: str) -> None:
@@ -305,13 +315,13 @@ def admit_tenant(plane: ControlPlane, namespace: str) -> None:
     plane.kubectl("create", "rolebinding", "jobs", "--role=jobs", "--user=tenant", at)
 
 
-def refusal(plane: ControlPlane, namespace: str, case: Limited, *flags: str) -> str:
+def find_job_refusal(plane: ControlPlane, namespace: str, case: LimitCase, *flags: str) -> str:
     """Return what is said to the tenant against a job; nothing when it is created."""
     job = yaml.safe_dump(body(**case.sections))
-    return said(plane, "create", "-f", "-", f"--namespace={namespace}", *flags, stdin=job)
+    return find_command_refusal(plane, "create", "-f", "-", f"--namespace={namespace}", *flags, stdin=job)
 
 
-def said(plane: ControlPlane, *words: str, stdin: str | None = None) -> str:
+def find_command_refusal(plane: ControlPlane, *words: str, stdin: str | None = None) -> str:
     """Return why a command of the tenant's fails; nothing when it works."""
     try:
         plane.kubectl(*words, TENANT, stdin=stdin)
@@ -321,17 +331,19 @@ def said(plane: ControlPlane, *words: str, stdin: str | None = None) -> str:
 
 
 def test_one_who_may_only_create_jobs_gets_no_pod_of_what_limits_forbid(
-    limited: Release, nodes: Cluster, namespace: str
+    limited_release: Release, nodes: Cluster, namespace: str
 ) -> None:
-    del limited
+    del limited_release
     plane, at = nodes.plane, f"--namespace={namespace}"
     admit_tenant(plane, namespace)
-    until(lambda: refusal(plane, namespace, BEYOND[0], "--dry-run=server"), waiting_for="limits to be in force")
+    until(
+        lambda: find_job_refusal(plane, namespace, BEYOND[0], "--dry-run=server"), waiting_for="limits to be in force"
+    )
     for case in BEYOND:
-        assert case.says in refusal(plane, namespace, case), case.id
+        assert case.says in find_job_refusal(plane, namespace, case), case.id
     listed = (JOBS.format(namespace), f"/api/v1/namespaces/{namespace}/pods")
     assert [plane.api.get(path)["items"] for path in listed] == [[], []]
     for right in ("create pods", "get secrets", "update moetrainingjobs.moejob.dev", "create services"):
-        assert said(plane, "auth", "can-i", *right.split(), at), right
-    # What a job names no one for is its own: it is created, and its author can read no Secret of it.
-    assert refusal(plane, namespace, Limited("a job that names nothing"), "--dry-run=server") == ""
+        assert find_command_refusal(plane, "auth", "can-i", *right.split(), at), right
+    # What a job names no one for is its tenant_namespace: it is created, and its author can read no Secret of it.
+    assert find_job_refusal(plane, namespace, LimitCase("a job that names nothing"), "--dry-run=server") == ""

@@ -9,7 +9,7 @@ import pytest
 from cluster.control_plane.plane import KubectlError
 from cluster.control_plane.releases import Release
 from cluster.nodes.cluster import Cluster
-from cluster.nodes.training import Job, Submitted, example, over_two_nodes, run_here, submitted
+from cluster.nodes.training import Job, SubmittedJob, over_two_nodes, read_example, run_here, submit_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ STEPS = 12
 
 def short_job() -> Job:
     """Two ranks that share the experts, on a node each."""
-    job = over_two_nodes(example())
+    job = over_two_nodes(read_example())
     job["spec"]["data"] |= {"maxLength": 64}
     job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     job["spec"]["checkpoint"] |= {"everySteps": 6}
@@ -26,9 +26,9 @@ def short_job() -> Job:
 
 
 @pytest.fixture(scope="module")
-def trained(nodes: Cluster, home: Release) -> Submitted:
+def trained(nodes: Cluster, home: Release) -> SubmittedJob:
     """The job, at its good end."""
-    job = submitted(nodes, home.namespace, short_job())
+    job = submit_job(nodes, home.namespace, short_job())
     job.await_end()
     return job
 
@@ -44,23 +44,23 @@ def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, name
     job = short_job()
     job["spec"]["parallelism"] = {"expert": 3}
     with pytest.raises(KubectlError, match="denied the request"):
-        submitted(nodes, namespace, job)
+        submit_job(nodes, namespace, job)
 
 
-def test_a_job_runs_on_both_nodes_to_its_end(trained: Submitted) -> None:
-    assert sorted(trained.pods().values()) == ["node-1", "node-2"]
+def test_a_job_runs_on_both_nodes_to_its_end(trained: SubmittedJob) -> None:
+    assert sorted(trained.pod_nodes().values()) == ["node-1", "node-2"]
     status = trained.read()["status"]
     assert status["restarts"]["total"] == 0
     assert status["progress"]["step"] == STEPS
     assert status["progress"]["lastCheckpointStep"] == STEPS
 
 
-def test_transformers_see_in_the_export_what_was_trained(trained: Submitted) -> None:
+def test_transformers_see_in_the_export_what_was_trained(trained: SubmittedJob) -> None:
     run = trained.run()
     assert run.exported_loss() == pytest.approx(run.last_evaluation(), rel=1e-5)
 
 
-def test_a_cluster_changes_no_loss(trained: Submitted, tmp_path: Path) -> None:
+def test_a_cluster_changes_no_loss(trained: SubmittedJob, tmp_path: Path) -> None:
     in_cluster, here = trained.run(), run_here(short_job(), tmp_path)
     assert list(in_cluster.losses()) == list(range(1, STEPS + 1))
     assert in_cluster.losses() == pytest.approx(here.losses(), rel=1e-6)

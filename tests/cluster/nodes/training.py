@@ -18,7 +18,7 @@ from cluster.control_plane.plane import KubectlError
 from cluster.control_plane.releases import Release, release
 from cluster.nodes.cluster import Cluster
 from cluster.waiting import until
-from images import built
+from images import build_image
 from moejob_api.contract.pods import Label, PodRole
 
 ROOT = Path(__file__).parents[3]
@@ -45,48 +45,48 @@ class Run:
 
     def losses(self) -> dict[int, float]:
         """Of every step."""
-        return {line["step"]: line["loss"] for line in self.told()}
+        return {line["step"]: line["loss"] for line in self.read_step_log()}
 
     def steps(self) -> list[tuple[int, int, int]]:
         """Attempt, restart and step of every line, in the order in which they were done."""
-        return [(line["attempt"], line["restart"], line["step"]) for line in self.told()]
+        return [(line["attempt"], line["restart"], line["step"]) for line in self.read_step_log()]
 
-    def done(self) -> int:
+    def last_step(self) -> int:
         """The last step, 0 before the first one."""
         return max((step for _, _, step in self.steps()), default=0)
 
     def checkpoints(self) -> dict[int, Path]:
         """The committed ones, by their step."""
-        return {step: path for step, path in self._begun() if (path / MARKER).exists()}
+        return {step: path for step, path in self._checkpoint_folders() if (path / MARKER).exists()}
 
-    def unfinished(self) -> list[Path]:
+    def unfinished_checkpoints(self) -> list[Path]:
         """Checkpoints that are being written: something is there, and it is not committed."""
-        return [path for _, path in self._begun() if not (path / MARKER).exists() and any(path.iterdir())]
+        return [path for _, path in self._checkpoint_folders() if not (path / MARKER).exists() and any(path.iterdir())]
 
     def last_evaluation(self) -> float:
         """The loss on what was held out, after the last step."""
-        loss: float = self.told()[-1]["evalLoss"]
+        loss: float = self.read_step_log()[-1]["evalLoss"]
         return loss
 
     def exported_loss(self) -> float:
         """The same, as Transformers see it that load the export."""
-        [corpus] = [report.parent for report in self.folder.glob("data/*/report.json") if _split(report) == "test"]
-        return float(_said(TRAINER_PYTHON, HELD_OUT_LOSS, self.folder / "export", corpus))
+        [corpus] = [report.parent for report in self.folder.glob("data/*/report.json") if _read_split(report) == "test"]
+        return float(_run_command(TRAINER_PYTHON, HELD_OUT_LOSS, self.folder / "export", corpus))
 
-    def told(self) -> list[dict[str, Any]]:
+    def read_step_log(self) -> list[dict[str, Any]]:
         """All whole lines of the step log."""
         log = self.folder / "steps.jsonl"
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def _begun(self) -> list[tuple[int, Path]]:
+    def _checkpoint_folders(self) -> list[tuple[int, Path]]:
         folders = (self.folder / "checkpoints").glob("step-*")
         named = ((COMMIT.fullmatch(path.name), path) for path in folders)
         return sorted((int(match[1]), path) for match, path in named if match is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedJob:
     """A job in the cluster."""
 
     nodes: Cluster
@@ -104,57 +104,57 @@ class Submitted:
 
     def await_end(self) -> None:
         """Return when it has succeeded; when it has not, say what the job and its pods said last."""
-        until(lambda: self.phase in ENDS, seconds=TRAINING_SECONDS, waiting_for=self.told)
-        assert self.phase == "Succeeded", self.told()
+        until(lambda: self.phase in ENDS, seconds=TRAINING_SECONDS, waiting_for=self.describe)
+        assert self.phase == "Succeeded", self.describe()
 
-    def pods(self) -> dict[str, str]:
+    def pod_nodes(self) -> dict[str, str]:
         """The trainer pods of the job, and the node of each, which is empty before it has one."""
-        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.pods_read()}
+        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.list_pods()}
 
-    def uids(self) -> dict[str, str]:
+    def pod_uids(self) -> dict[str, str]:
         """The trainer pods of the job, and the UID of each: another pod has another."""
-        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.pods_read()}
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.list_pods()}
 
-    def pods_read(self) -> list[dict[str, Any]]:
+    def list_pods(self) -> list[dict[str, Any]]:
         """The trainer pods as they are now."""
         query = f"labelSelector={Label.JOB}={self.name},{Label.ROLE}={PodRole.TRAINER}"
-        listed = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{query}")["items"]
-        return sorted(listed, key=lambda pod: str(pod["metadata"]["name"]))
+        pods = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{query}")["items"]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
 
     def run(self) -> Run:
         """Return what it left on its volume."""
         claim = self.read()["spec"]["storage"].get("claimName", f"{self.name}-storage")
-        return Run(self.nodes.storage.path(self.namespace, claim) / self.name)
+        return Run(self.nodes.storage.volume_path(self.namespace, claim) / self.name)
 
-    def why(self) -> str:
+    def running_reason(self) -> str:
         """Return what it says of why it runs, or does not: the reason and message of condition Running."""
-        said = {found["type"]: found for found in self.read().get("status", {}).get("conditions", ())}
-        found = said.get("Running", {"reason": "", "message": ""})
+        conditions = {found["type"]: found for found in self.read().get("status", {}).get("conditions", ())}
+        found = conditions.get("Running", {"reason": "", "message": ""})
         return f"{found['reason']}: {found['message']}"
 
-    def suspend(self, *, suspended: bool = True) -> None:
+    def set_suspended(self, *, suspended: bool = True) -> None:
         """Ask it to stop, or to go on."""
         spec = {"lifecycle": {"suspend": suspended}}
         self.nodes.plane.api.merge(f"{JOBS.format(self.namespace)}/{self.name}", {"spec": spec})
 
     def await_steps(self, count: int) -> None:
         """That many more are done."""
-        wanted = self.run().done() + count
-        until(lambda: self.run().done() >= wanted, seconds=TRAINING_SECONDS, waiting_for=self.told)
+        target_step = self.run().last_step() + count
+        until(lambda: self.run().last_step() >= target_step, seconds=TRAINING_SECONDS, waiting_for=self.describe)
 
-    def has_told_of_a_checkpoint(self) -> bool:
+    def has_reported_checkpoint(self) -> bool:
         """Return whether its status knows of one: the operator asks every now and then."""
         return "lastCheckpointStep" in self.read()["status"].get("progress", {})
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Everything there is to say."""
         at = f"--namespace={self.namespace}"
         kubectl = self.nodes.plane.kubectl
-        logs = [self._log(pod) for pod in self.pods()]
+        logs = [self._read_log(pod) for pod in self.pod_nodes()]
         status = json.dumps(self.read().get("status"))
         return "\n".join([kubectl("get", "moetrainingjobs,pods,events", at), status, *logs])
 
-    def _log(self, pod: str) -> str:
+    def _read_log(self, pod: str) -> str:
         try:
             return self.nodes.plane.kubectl("logs", pod, f"--namespace={self.namespace}", "--tail=20")
         except KubectlError as nothing:
@@ -162,12 +162,12 @@ class Submitted:
 
 
 @contextmanager
-def installed(nodes: Cluster, folder: Path) -> Iterator[Release]:
+def install_release(nodes: Cluster, folder: Path) -> Iterator[Release]:
     """The chart, with the operator and the trainer of this tree on every node; CannotBuildError without them."""
-    nodes.load({f"moejob-{name}:{VERSION}": built(name) for name in IMAGES})
-    with release(nodes.plane, folder) as made:
-        made.install(VALUES)
-        yield made
+    nodes.load_images({f"moejob-{name}:{VERSION}": build_image(name) for name in IMAGES})
+    with release(nodes.plane, folder) as installed_release:
+        installed_release.install(VALUES)
+        yield installed_release
 
 
 def over_two_nodes(job: Job) -> Job:
@@ -176,28 +176,28 @@ def over_two_nodes(job: Job) -> Job:
     return job | {"spec": spec | {"resources": spec["resources"] | {"gpusPerNode": 1, "cpu": 1}}}
 
 
-def example() -> Job:
+def read_example() -> Job:
     """The one that comes with moejob."""
     job: Job = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
     return job
 
 
-def submitted(nodes: Cluster, namespace: str, job: Job) -> Submitted:
+def submit_job(nodes: Cluster, namespace: str, job: Job) -> SubmittedJob:
     """A job, given to the operator."""
     nodes.plane.kubectl("apply", "-f", "-", f"--namespace={namespace}", stdin=yaml.safe_dump(job))
-    return Submitted(nodes, namespace, job["metadata"]["name"])
+    return SubmittedJob(nodes, namespace, job["metadata"]["name"])
 
 
 def run_here(job: Job, folder: Path) -> Run:
     """The same job without a cluster, to its end."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job))
-    _said(MOEJOB, "run", file, "--run-dir", folder / "run")
+    _run_command(MOEJOB, "run", file, "--run-dir", folder / "run")
     return Run(folder / "run")
 
 
-def _said(*command: str | Path) -> str:
-    done = subprocess.run(
+def _run_command(*command: str | Path) -> str:
+    result = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -205,10 +205,10 @@ def _said(*command: str | Path) -> str:
         timeout=TRAINING_SECONDS,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
-    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
+    assert result.returncode == 0, f"{command}: {result.stdout[-3000:]}{result.stderr[-3000:]}"
+    return result.stdout
 
 
-def _split(report: Path) -> str:
+def _read_split(report: Path) -> str:
     split: str = json.loads(report.read_text())["split"]
     return split

@@ -19,7 +19,7 @@ from cluster.control_plane.api import Api, RefusedError
 PAUSE_SECONDS = 0.1
 
 
-class Kind(StrEnum):
+class WatchedKind(StrEnum):
     """The kinds that are watched."""
 
     POD = "pods"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class WatchEvent:
     """One object as it was reported at a moment, in seconds since 1970."""
 
     at: float
@@ -42,16 +42,20 @@ class Word:
         return uid
 
 
-class Witness:
+class WatchRecorder:
     """Listens until it is stopped. An API server that is away is asked again."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self._api = api
         self._stopped = threading.Event()
-        self._words: dict[Kind, list[Word]] = {kind: [] for kind in Kind}
+        self._events: dict[WatchedKind, list[WatchEvent]] = {kind: [] for kind in WatchedKind}
         jobs = f"/apis/moejob.dev/v1alpha1/namespaces/{namespace}/moetrainingjobs"
-        paths = {Kind.POD: f"/api/v1/namespaces/{namespace}/pods", Kind.JOB: jobs, Kind.NODE: "/api/v1/nodes"}
-        self._threads = [threading.Thread(target=self._listen, args=pair, name=pair[0]) for pair in paths.items()]
+        paths = {
+            WatchedKind.POD: f"/api/v1/namespaces/{namespace}/pods",
+            WatchedKind.JOB: jobs,
+            WatchedKind.NODE: "/api/v1/nodes",
+        }
+        self._threads = [threading.Thread(target=self._record, args=pair, name=pair[0]) for pair in paths.items()]
 
     def start(self) -> None:
         """Begin."""
@@ -64,30 +68,30 @@ class Witness:
         for thread in self._threads:
             thread.join()
 
-    def words(self, kind: Kind, since: float = 0.0) -> list[Word]:
+    def events(self, kind: WatchedKind, since: float = 0.0) -> list[WatchEvent]:
         """Return what was heard from a moment on, in order."""
-        return [word for word in self._words[kind] if word.at >= since]
+        return [event for event in self._events[kind] if event.at >= since]
 
-    def first(self, kind: Kind, holds: Callable[[Word], object], since: float = 0.0) -> float | None:
+    def first_time(self, kind: WatchedKind, holds: Callable[[WatchEvent], object], since: float = 0.0) -> float | None:
         """Return when something was heard for the first time from a moment on."""
-        return next((word.at for word in self.words(kind, since) if holds(word)), None)
+        return next((event.at for event in self.events(kind, since) if holds(event)), None)
 
-    def _listen(self, kind: Kind, path: str) -> None:
+    def _record(self, kind: WatchedKind, path: str) -> None:
         while not self._stopped.is_set():
             with suppress(OSError, RefusedError, ValueError, http.client.HTTPException):
                 for event in self._api.watch(f"{path}?resourceVersion=0", self._stopped):
                     if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                        word = Word(time.time(), event["type"] == "DELETED", event["object"])
-                        self._words[kind].append(word)
+                        watch_event = WatchEvent(time.time(), event["type"] == "DELETED", event["object"])
+                        self._events[kind].append(watch_event)
             self._stopped.wait(PAUSE_SECONDS)
 
 
 @contextmanager
-def witness(api: Api, namespace: str) -> Iterator[Witness]:
+def record_watches(api: Api, namespace: str) -> Iterator[WatchRecorder]:
     """A recorder that runs meanwhile."""
-    listening = Witness(api, namespace)
-    listening.start()
+    recorder = WatchRecorder(api, namespace)
+    recorder.start()
     try:
-        yield listening
+        yield recorder
     finally:
-        listening.stop()
+        recorder.stop()

@@ -23,7 +23,7 @@ from moejob_operator.admission.certificates import (
     service_hosts,
 )
 from moejob_operator.cluster import Forbidden
-from stand_in_api import Asked, StandIn, refused, stand_in
+from stand_in_api import RecordedRequest, StandInServer, refusal_answer, serve_stand_in
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 HOSTS = service_hosts("moejob-webhook", "moejob-system")
@@ -49,7 +49,7 @@ def hooks(*bundles: str) -> dict[str, Any]:
     }
 
 
-def told(asked: Asked) -> bytes:
+def reply_to(asked: RecordedRequest) -> bytes:
     """Return what the API server was made to trust."""
     return base64.b64decode(asked.body["webhooks"][0]["clientConfig"]["caBundle"])
 
@@ -142,22 +142,24 @@ def test_a_secret_of_cert_manager_need_not_hold_an_authority() -> None:
 # --- keeping it -----------------------------------------------------------------------------------------------------
 
 
-async def kept(server: StandIn, store: CertificateStore, now: datetime = NOW) -> tuple[KeyPair, list[Asked]]:
+async def kept(
+    server: StandInServer, store: CertificateStore, now: datetime = NOW
+) -> tuple[KeyPair, list[RecordedRequest]]:
     """The certificate after it was kept, and what was written for that."""
-    server.asked.clear()
+    server.requests.clear()
     pair = await store.ensure_certificate(HOSTS, now)
-    return pair, [asked for asked in server.asked if asked.method != "GET"]
+    return pair, [asked for asked in server.requests if asked.method != "GET"]
 
 
 def test_the_first_leader_makes_a_certificate_and_has_it_trusted_before_it_is_served() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {HOOKS}", (200, hooks("", "")))
-            server.say(f"PATCH {HOOKS}", (200, {}))
-            server.say(f"POST {SECRETS}", (201, {}))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {HOOKS}", (200, hooks("", "")))
+            server.set_answers(f"PATCH {HOOKS}", (200, {}))
+            server.set_answers(f"POST {SECRETS}", (201, {}))
             pair, written = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
             trust, store = written
-            assert told(trust) == pair.authority
+            assert reply_to(trust) == pair.authority
             assert trust.headers["Content-Type"] == "application/strategic-merge-patch+json"
             assert [hook["name"] for hook in trust.body["webhooks"]] == ["hook-0", "hook-1"]
             assert store.body["type"] == "kubernetes.io/tls"
@@ -168,9 +170,9 @@ def test_the_first_leader_makes_a_certificate_and_has_it_trusted_before_it_is_se
 
 def test_at_rest_nothing_is_written() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {SECRET}", (200, secret(PAIR)))
-            server.say(f"GET {HOOKS}", (200, hooks(encoded(PAIR.authority))))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {SECRET}", (200, secret(PAIR)))
+            server.set_answers(f"GET {HOOKS}", (200, hooks(encoded(PAIR.authority))))
             pair, written = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
             assert (pair, written) == (PAIR, [])
 
@@ -179,10 +181,10 @@ def test_at_rest_nothing_is_written() -> None:
 
 def test_a_bundle_that_somebody_emptied_is_filled_again() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {SECRET}", (200, secret(PAIR)))
-            server.say(f"GET {HOOKS}", (200, hooks(encoded(PAIR.authority), "")))
-            server.say(f"PATCH {HOOKS}", (200, {}))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {SECRET}", (200, secret(PAIR)))
+            server.set_answers(f"GET {HOOKS}", (200, hooks(encoded(PAIR.authority), "")))
+            server.set_answers(f"PATCH {HOOKS}", (200, {}))
             _, [trust] = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
             assert [hook["name"] for hook in trust.body["webhooks"]] == ["hook-1"]
 
@@ -193,23 +195,23 @@ def test_while_a_certificate_is_replaced_old_and_new_are_trusted() -> None:
     first = make_pair(HOSTS, NOW - LIFETIME + RENEWAL)
 
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {SECRET}", (200, secret(first)))
-            server.say(f"GET {HOOKS}", (200, hooks(encoded(first.authority))))
-            server.say(f"PATCH {HOOKS}", (200, {}))
-            server.say(f"PATCH {SECRET}", (200, {}))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {SECRET}", (200, secret(first)))
+            server.set_answers(f"GET {HOOKS}", (200, hooks(encoded(first.authority))))
+            server.set_answers(f"PATCH {HOOKS}", (200, {}))
+            server.set_answers(f"PATCH {SECRET}", (200, {}))
             store = CertificateStore(api, "moejob-system", "certificate", "moejob")
             second, (trust, written) = await kept(server, store)
             assert second.certificate != first.certificate
             # Replicas that have not read the Secret yet serve the old one, those that have the new one.
             for served in (first, second):
-                await shaken(served, told(trust), HOSTS[0])
+                await shaken(served, reply_to(trust), HOSTS[0])
             assert written.body["metadata"]["resourceVersion"] == "5"
 
             # A third one: of the authorities before, only the last one can still be in use.
-            server.say(f"GET {SECRET}", (200, secret(second)))
+            server.set_answers(f"GET {SECRET}", (200, secret(second)))
             third, (trust, _) = await kept(server, store, NOW + LIFETIME - RENEWAL)
-            assert told(trust) == third.authority
+            assert reply_to(trust) == third.authority
             assert third.authority.count(b"BEGIN") == 2
             assert first.authority not in third.authority
 
@@ -228,34 +230,34 @@ def test_a_certificate_that_its_authority_did_not_sign_is_replaced(authority: by
     damaged = replace(PAIR, authority=authority)
 
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {SECRET}", (200, secret(damaged)))
-            server.say(f"GET {HOOKS}", (200, hooks(encoded(authority))))
-            server.say(f"PATCH {HOOKS}", (200, {}))
-            server.say(f"PATCH {SECRET}", (200, {}))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {SECRET}", (200, secret(damaged)))
+            server.set_answers(f"GET {HOOKS}", (200, hooks(encoded(authority))))
+            server.set_answers(f"PATCH {HOOKS}", (200, {}))
+            server.set_answers(f"PATCH {SECRET}", (200, {}))
             pair, (trust, _) = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
             assert pair.certificate != damaged.certificate
-            await shaken(pair, told(trust), HOSTS[0])
+            await shaken(pair, reply_to(trust), HOSTS[0])
 
     asyncio.run(story())
 
 
 def test_a_certificate_is_not_stored_when_it_could_not_be_trusted() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {HOOKS}", (200, hooks("")))
-            server.say(f"PATCH {HOOKS}", refused(403, "Forbidden"))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {HOOKS}", (200, hooks("")))
+            server.set_answers(f"PATCH {HOOKS}", refusal_answer(403, "Forbidden"))
             with pytest.raises(Forbidden):
                 await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
-            assert not any(asked.path.startswith(SECRETS) for asked in server.asked if asked.method != "GET")
+            assert not any(asked.path.startswith(SECRETS) for asked in server.requests if asked.method != "GET")
 
     asyncio.run(story())
 
 
 def test_a_webhook_that_is_not_there_is_no_reason_not_to_have_a_certificate() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"POST {SECRETS}", (201, {}))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"POST {SECRETS}", (201, {}))
             _, written = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
             assert [str(asked) for asked in written] == [f"POST {SECRETS}"]
 

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SFT, merged
-from calls import calls_of
+from builders import SFT, merge_sections
+from calls import count_calls
 from moejob_operator.admission.review import ReviewTurns, denial_status, review_job, shown_warnings, validate_raw_job
 
 
@@ -22,7 +22,7 @@ def body(name: str = "job", **sections: Any) -> dict[str, Any]:
         "apiVersion": "moejob.dev/v1alpha1",
         "kind": "MoETrainingJob",
         "metadata": {"name": name, "namespace": "default", "uid": "1", "managedFields": [{"fieldsV1": {}}]},
-        "spec": merged(SFT, sections),
+        "spec": merge_sections(SFT, sections),
     }
 
 
@@ -41,10 +41,10 @@ FITTING: dict[str, Any] = {
     "resources": {"gpusPerNode": 8, "gpuType": "H100"},
     "storage": {"accessModes": ["ReadWriteMany"]},
 }
-TOO_LARGE: dict[str, Any] = merged(
+TOO_LARGE: dict[str, Any] = merge_sections(
     FITTING, {"parallelism": {"tensor": 2, "expert": 1}, "resources": {"gpusPerNode": 2}}
 )
-NO_LAYOUT: dict[str, Any] = merged(FITTING, {"parallelism": {"tensor": 3}})
+NO_LAYOUT: dict[str, Any] = merge_sections(FITTING, {"parallelism": {"tensor": 3}})
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------------
@@ -76,14 +76,14 @@ def test_a_denial_says_where_and_why(job: object, says: list[str]) -> None:
     assert [piece for piece in says if piece not in said["status"]["message"]] == []
 
 
-UNEVEN_STAGES = merged(SFT, {"parallelism": {"pipeline": 7}, "resources": {"gpusPerNode": 1, "gpuType": None}})
+UNEVEN_STAGES = merge_sections(SFT, {"parallelism": {"pipeline": 7}, "resources": {"gpusPerNode": 1, "gpuType": None}})
 
 
 @pytest.mark.parametrize(
     "refused",
     [
-        pytest.param(merged(SFT, TOO_LARGE), id="too large"),
-        pytest.param(merged(SFT, NO_LAYOUT), id="no layout"),
+        pytest.param(merge_sections(SFT, TOO_LARGE), id="too large"),
+        pytest.param(merge_sections(SFT, NO_LAYOUT), id="no layout"),
         pytest.param(UNEVEN_STAGES, id="stages that are even only with the ends counted"),
     ],
 )
@@ -112,10 +112,10 @@ def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:
     """Of the old job only its problems matter: looking for layouts for it too would double what a stranger can ask."""
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": "Folded"}
     hostile: dict[str, Any] = {"parallelism": sizes, "resources": {"gpusPerNode": 240}}
-    old = body(**merged(hostile, {"training": {"globalBatchSize": 360_360}}))
-    new = body(**merged(hostile, {"training": {"globalBatchSize": 720_720}}))
-    created = calls_of(lambda: review_job("CREATE", None, new))
-    assert calls_of(lambda: review_job("UPDATE", old, new)) < 1.2 * created
+    old = body(**merge_sections(hostile, {"training": {"globalBatchSize": 360_360}}))
+    new = body(**merge_sections(hostile, {"training": {"globalBatchSize": 720_720}}))
+    created = count_calls(lambda: review_job("CREATE", None, new))
+    assert count_calls(lambda: review_job("UPDATE", old, new)) < 1.2 * created
 
 
 def test_a_denial_tells_programs_the_fields() -> None:
@@ -143,7 +143,7 @@ def test_a_path_in_a_job_is_not_looked_up_on_the_disk_of_the_operator() -> None:
 
 
 def test_what_is_unwise_is_allowed_with_a_warning() -> None:
-    said = response(body(data={"maxLength": 999_936}, **merged(FITTING, {"resources": {"gpuType": None}})))
+    said = response(body(data={"maxLength": 999_936}, **merge_sections(FITTING, {"resources": {"gpuType": None}})))
     assert any(warning.startswith("spec.data.maxLength: ") for warning in said["warnings"])
     assert all(len(warning) <= 256 for warning in said["warnings"])
 
@@ -152,7 +152,7 @@ def test_what_is_unwise_is_allowed_with_a_warning() -> None:
 
 
 def changed(job: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return job | {"spec": merged(job["spec"], sections)}
+    return job | {"spec": merge_sections(job["spec"], sections)}
 
 
 REFUSED = body(**NO_LAYOUT)

@@ -18,7 +18,7 @@ import aiohttp
 import kopf
 import pytest
 
-from builders import SFT, merged
+from builders import SFT, merge_sections
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
@@ -29,7 +29,7 @@ from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, Admi
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure_kopf
-from stand_in_api import listed, stand_in
+from stand_in_api import list_answer, serve_stand_in
 
 HOSTS = service_hosts("moejob-webhook", "moejob-system")
 FIRST, SECOND = make_pair(HOSTS, utc_now()), make_pair(HOSTS, utc_now())
@@ -39,8 +39,8 @@ FITTING: dict[str, Any] = {
     "resources": {"gpusPerNode": 8, "gpuType": "H100"},
     "storage": {"accessModes": ["ReadWriteMany"]},
 }
-NO_LAYOUT: dict[str, Any] = merged(FITTING, {"parallelism": {"tensor": 3}})
-MISSPELT: dict[str, Any] = merged(FITTING, {"parallelism": {"tensr": 4}, "training": {"maxSteps": "ten"}})
+NO_LAYOUT: dict[str, Any] = merge_sections(FITTING, {"parallelism": {"tensor": 3}})
+MISSPELT: dict[str, Any] = merge_sections(FITTING, {"parallelism": {"tensr": 4}, "training": {"maxSteps": "ten"}})
 
 
 def body(**sections: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def body(**sections: Any) -> dict[str, Any]:
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "MoETrainingJob",
         "metadata": {"name": "job", "namespace": "default", "uid": "1"},
-        "spec": merged(SFT, sections),
+        "spec": merge_sections(SFT, sections),
     }
 
 
@@ -137,9 +137,9 @@ async def served(
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure_kopf(settings, reviewers, server)
     kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER, registry=registry)(handler)
-    async with stand_in() as (api, _), aiohttp.ClientSession() as client:
+    async with serve_stand_in() as (api, _), aiohttp.ClientSession() as client:
         api.serve_jobs()
-        api.say(f"GET /apis/{GROUP}/{VERSION}/{PLURAL}", listed())
+        api.set_answers(f"GET /apis/{GROUP}/{VERSION}/{PLURAL}", list_answer())
 
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -222,7 +222,7 @@ def test_any_number_of_searches_for_layouts_keeps_no_job_waiting_that_can_work()
 
 def test_what_is_unwise_is_allowed_with_a_warning() -> None:
     async def story(here: Served) -> None:
-        said = await here.review(body(**merged(FITTING, {"model": {"source": "pvc://models/mine"}})))
+        said = await here.review(body(**merge_sections(FITTING, {"model": {"source": "pvc://models/mine"}})))
         assert said["allowed"] is True
         assert any("spec.model.source: not checked" in warning for warning in said["warnings"])
 
@@ -231,13 +231,13 @@ def test_what_is_unwise_is_allowed_with_a_warning() -> None:
 
 def test_a_job_beyond_the_limits_of_the_operator_is_denied_and_an_older_one_can_be_suspended() -> None:
     async def story(here: Served) -> None:
-        job = body(**merged(FITTING, {"resources": {"serviceAccount": "admin"}}))
+        job = body(**merge_sections(FITTING, {"resources": {"serviceAccount": "admin"}}))
         said = await here.review(job)
         assert said["allowed"] is False
         [cause] = said["status"]["details"]["causes"]
         assert cause["field"] == "spec.resources.serviceAccount"
         assert "limits.serviceAccounts" in cause["message"]
-        suspended = job | {"spec": merged(job["spec"], {"lifecycle": {"suspend": True}})}
+        suspended = job | {"spec": merge_sections(job["spec"], {"lifecycle": {"suspend": True}})}
         assert (await here.review(suspended, job, "UPDATE"))["allowed"] is True
 
     played(story, job_limits=JobLimits(service_accounts=("trainer",)))

@@ -53,7 +53,7 @@ def created(world: World) -> tuple[int, int]:
 def delete_access(world: World) -> None:
     """Another client deletes both."""
     for kind in WRITE_ONLY:
-        world.cluster.gone((kind, "team", ACCESS))
+        world.cluster.remove_object((kind, "team", ACCESS))
 
 
 def created_since_secret(world: World) -> list[str]:
@@ -69,9 +69,9 @@ def exists(world: World) -> bool:
 
 def test_they_are_created_once_for_all_pods_of_an_attempt() -> None:
     world = running()
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
-    assert (world.names(), created(world)) == (["0-0", "0-1"], (1, 1))
+    assert (world.pod_names(), created(world)) == (["0-0", "0-1"], (1, 1))
 
 
 def test_a_quota_that_denies_pods_for_long_does_not_repeat_them() -> None:
@@ -81,14 +81,16 @@ def test_a_quota_that_denies_pods_for_long_does_not_repeat_them() -> None:
     for _ in range(5):
         world.settle()
         world.wait(31)
-    assert (world.names(), created(world)) == ([], (1, 1))
+    assert (world.pod_names(), created(world)) == ([], (1, 1))
 
 
 @pytest.mark.parametrize(
     "happens",
     [
-        pytest.param(lambda world: world.end(0, 137), id="a new gang"),
-        pytest.param(lambda world: (world.restart_operator(), world.end(1, 137)), id="another process of the operator"),
+        pytest.param(lambda world: world.end_pod(0, 137), id="a new gang"),
+        pytest.param(
+            lambda world: (world.restart_operator(), world.end_pod(1, 137)), id="another process of the operator"
+        ),
     ],
 )
 def test_what_another_client_deleted_is_there_again_before_the_next_pods(happens: Callable[[World], object]) -> None:
@@ -96,7 +98,7 @@ def test_what_another_client_deleted_is_there_again_before_the_next_pods(happens
     delete_access(world)
     happens(world)
     world.settle()
-    assert (len(world.names()), created(world), exists(world)) == (2, (2, 2), True)
+    assert (len(world.pod_names()), created(world), exists(world)) == (2, (2, 2), True)
     names = [line for line in world.cluster.log if ACCESS in line or "create Pod" in line]
     assert "create Pod" in names[-1], "a pod may not run before what guards it is there"
 
@@ -107,9 +109,9 @@ def test_a_secret_that_a_kubelet_misses_is_created_again_while_no_pod_has_starte
     world.settle()
     delete_access(world)
     for index in (0, 1):
-        world.hold(index, waiting=NO_SECRET)
+        world.hold_pod(index, waiting=NO_SECRET)
     world.settle()
-    assert (world.names(), created(world), exists(world)) == (["0-0", "0-1"], (2, 2), True)
+    assert (world.pod_names(), created(world), exists(world)) == (["0-0", "0-1"], (2, 2), True)
     world.run()
     world.settle()
     world.reconcile()
@@ -120,13 +122,13 @@ def test_a_secret_that_is_lost_while_pods_run_replaces_the_gang_and_says_why() -
     """Made again it has another value, by which the pods that run would turn the new one away."""
     world = running()
     delete_access(world)
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
-    assert (world.names(), exists(world)) == (["0-0", "0-1"], False), "nothing shows it before a kubelet says so"
+    assert (world.pod_names(), exists(world)) == (["0-0", "0-1"], False), "nothing shows it before a kubelet says so"
     spent = world.status.restarts.since_checkpoint
-    world.hold(1, waiting=NO_SECRET)
+    world.hold_pod(1, waiting=NO_SECRET)
     world.settle()
-    assert (world.names(), created(world), exists(world)) == (["1-0", "1-1"], (2, 2), True)
+    assert (world.pod_names(), created(world), exists(world)) == (["1-0", "1-1"], (2, 2), True)
     assert created_since_secret(world) == ["create Pod", "create Pod"], "all of the next gang get one value"
     failure = world.status.last_failure
     assert failure is not None
@@ -145,7 +147,7 @@ def test_engines_that_know_the_value_of_a_lost_secret_are_replaced_before_it_is_
     delete_access(world)
     world.delete_pod(1)
     world.settle()
-    world.hold(1, waiting=NO_SECRET)
+    world.hold_pod(1, waiting=NO_SECRET)
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert created_since_secret(world) == 4 * ["create Pod"], "two engines, and the next gang"
@@ -156,7 +158,7 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
     world = running_with_engines()
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
-    world.end(0, 137)
+    world.end_pod(0, 137)
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert created_since_secret(world) == 4 * ["create Pod"]
@@ -165,7 +167,7 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
 def test_engines_outlive_a_gang_whose_secret_is_there() -> None:
     world = running_with_engines()
     engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)}
-    world.end(0, 137)
+    world.end_pod(0, 137)
     world.settle()
     assert {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)} == engines
 
@@ -187,7 +189,7 @@ def test_another_process_of_the_operator_mixes_no_values_either(sections: dict[s
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
     world.restart_operator()
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert set(created_since_secret(world)) == {"create Pod"}
@@ -206,9 +208,9 @@ def test_an_engine_that_another_process_replaces_mixes_no_values() -> None:
 
 def test_another_secret_that_a_kubelet_misses_is_the_users() -> None:
     world = running()
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
-    world.hold(1, waiting={**NO_SECRET, "message": 'secret "hugging-face" not found'})
+    world.hold_pod(1, waiting={**NO_SECRET, "message": 'secret "hugging-face" not found'})
     world.settle()
     assert created(world) == (1, 1)
 

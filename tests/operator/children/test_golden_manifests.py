@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from golden_manifests import FOLDER, GOLDEN, Golden, text
+from golden_manifests import FOLDER, GOLDEN, GoldenJob, render_manifests
 
 EVERY = pytest.mark.parametrize("golden", [pytest.param(found, id=found.name) for found in GOLDEN])
 
 
 @EVERY
-def test_a_job_gets_the_objects_that_were_reviewed(golden: Golden) -> None:
-    assert text(golden) == (FOLDER / f"{golden.name}.yaml").read_text(), "if that is meant, make generate and review"
+def test_a_job_gets_the_objects_that_were_reviewed(golden: GoldenJob) -> None:
+    assert render_manifests(golden) == (FOLDER / f"{golden.name}.yaml").read_text(), (
+        "if that is meant, make generate and review"
+    )
 
 
 def test_no_reviewed_file_is_of_a_job_that_is_no_more() -> None:
@@ -22,7 +24,7 @@ def test_no_reviewed_file_is_of_a_job_that_is_no_more() -> None:
 
 
 @EVERY
-def test_pods_keep_to_the_restricted_profile(golden: Golden) -> None:
+def test_pods_keep_to_the_restricted_profile(golden: GoldenJob) -> None:
     for pod in pods(golden):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -41,8 +43,8 @@ def test_pods_keep_to_the_restricted_profile(golden: Golden) -> None:
 
 
 @EVERY
-def test_pods_share_one_secret_that_no_manifest_holds(golden: Golden) -> None:
-    made = [*yaml.safe_load_all(text(golden))]
+def test_pods_share_one_secret_that_no_manifest_holds(golden: GoldenJob) -> None:
+    made = [*yaml.safe_load_all(render_manifests(golden))]
     [secret] = (one for one in made if one["kind"] == "Secret")
     assert not secret.keys() & {"data", "stringData"}
     reference = {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "secret"}}
@@ -53,8 +55,8 @@ def test_pods_share_one_secret_that_no_manifest_holds(golden: Golden) -> None:
 
 
 @EVERY
-def test_the_policy_of_a_job_is_for_all_of_its_pods_and_lets_in_no_others_but_the_operator(golden: Golden) -> None:
-    [policy] = (one for one in yaml.safe_load_all(text(golden)) if one["kind"] == "NetworkPolicy")
+def test_the_policy_of_a_job_is_for_all_of_its_pods_and_lets_in_no_others_but_the_operator(golden: GoldenJob) -> None:
+    [policy] = (one for one in yaml.safe_load_all(render_manifests(golden)) if one["kind"] == "NetworkPolicy")
     spec, uid = policy["spec"], {"moejob.dev/job-uid": "6f1c"}
     assert spec["podSelector"] == {"matchLabels": uid}
     assert all(uid.items() <= pod["metadata"]["labels"].items() for pod in pods(golden))
@@ -66,8 +68,8 @@ def test_the_policy_of_a_job_is_for_all_of_its_pods_and_lets_in_no_others_but_th
     assert observers["ports"] == [{"port": 9400, "protocol": "TCP"}]
 
 
-def pods(golden: Golden) -> list[dict[str, Any]]:
+def pods(golden: GoldenJob) -> list[dict[str, Any]]:
     """Every pod of a job."""
-    found = [made for made in yaml.safe_load_all(text(golden)) if made["kind"] == "Pod"]
+    found = [made for made in yaml.safe_load_all(render_manifests(golden)) if made["kind"] == "Pod"]
     assert found
     return found

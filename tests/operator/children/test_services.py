@@ -43,9 +43,9 @@ def running(**sections: Any) -> World:
 def as_left_by_the_former_version(world: World) -> World:
     """The operator that made these objects named the Service as the job; then this one took over."""
     service = world.cluster.objects.pop((Kind.SERVICE, "team", PRESENT))
-    world.cluster.change(service | {"metadata": service["metadata"] | {"name": FORMER, "uid": "uid-of-former"}})
+    world.cluster.store_changed(service | {"metadata": service["metadata"] | {"name": FORMER, "uid": "uid-of-former"}})
     for pod in list(world.cluster.pods()):
-        world.cluster.change(pod | {"spec": json.loads(json.dumps(pod["spec"]).replace(PRESENT, FORMER))})
+        world.cluster.store_changed(pod | {"spec": json.loads(json.dumps(pod["spec"]).replace(PRESENT, FORMER))})
     world.restart_operator()
     return world
 
@@ -72,7 +72,7 @@ def foreign(world: World, name: str) -> None:
     """A Service that another client made, with the job's labels and without its controller reference."""
     labels = {"moejob.dev/job": "job", "moejob.dev/job-uid": world.job["metadata"]["uid"]}
     about = {"name": name, "namespace": "team", "labels": labels}
-    world.cluster.change(
+    world.cluster.store_changed(
         {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": {"ports": [{"port": 6379}]}}
     )
 
@@ -96,24 +96,24 @@ def test_a_foreign_service_of_that_name_is_told_with_the_fix_and_no_pod_trusts_i
     assert world.condition(ConditionType.RUNNING) == "False CreationRefused"
     assert f"a Service {PRESENT} is in the way" in world.message(ConditionType.RUNNING)
     assert "delete it" in world.message(ConditionType.RUNNING)
-    assert (world.names(), world.cluster.objects[Kind.SERVICE, "team", PRESENT]["spec"]) == (
+    assert (world.pod_names(), world.cluster.objects[Kind.SERVICE, "team", PRESENT]["spec"]) == (
         [],
         {"ports": [{"port": 6379}]},
     )
-    world.cluster.gone((Kind.SERVICE, "team", PRESENT))
+    world.cluster.remove_object((Kind.SERVICE, "team", PRESENT))
     world.wait(31)
     world.settle()
-    assert world.names() == ["0-0", "0-1"]
+    assert world.pod_names() == ["0-0", "0-1"]
 
 
 def test_a_foreign_service_in_the_place_of_one_that_was_deleted_is_told_while_the_gang_runs() -> None:
     world = running()
-    world.cluster.gone((Kind.SERVICE, "team", PRESENT))
+    world.cluster.remove_object((Kind.SERVICE, "team", PRESENT))
     foreign(world, PRESENT)
     world.settle()
-    assert (world.status.phase, world.names()) == (Phase.RUNNING, ["0-0", "0-1"])
+    assert (world.status.phase, world.pod_names()) == (Phase.RUNNING, ["0-0", "0-1"])
     assert f"a Service {PRESENT} is in the way" in world.message(ConditionType.RUNNING)
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
     made = world.cluster.log.count("create Pod job-trainer-0-00001")
     assert made == 1, "a pod that takes the place would be found by a Service that is not the job's"
@@ -143,23 +143,23 @@ def test_a_gang_of_the_former_version_runs_on_with_its_service_alone() -> None:
 
 def test_a_pod_that_is_replaced_in_it_is_found_by_the_others() -> None:
     world = as_left_by_the_former_version(running())
-    world.end(1, 137)
+    world.end_pod(1, 137)
     world.settle()
-    assert (world.names(), world.status.attempt) == (["0-0", "0-1"], 0)
+    assert (world.pod_names(), world.status.attempt) == (["0-0", "0-1"], 0)
     assert (services(world), subdomains(world)) == ([FORMER], [FORMER])
 
 
 def test_a_service_of_the_former_version_that_was_deleted_is_there_again_while_its_gang_runs() -> None:
     world = as_left_by_the_former_version(running())
-    world.cluster.gone((Kind.SERVICE, "team", FORMER))
+    world.cluster.remove_object((Kind.SERVICE, "team", FORMER))
     world.settle()
-    assert (services(world), world.names()) == ([FORMER], ["0-0", "0-1"])
+    assert (services(world), world.pod_names()) == ([FORMER], ["0-0", "0-1"])
 
 
 @pytest.mark.parametrize(
     "happens",
     [
-        pytest.param(lambda world: world.end(0, 137), id="the gang is replaced"),
+        pytest.param(lambda world: world.end_pod(0, 137), id="the gang is replaced"),
         pytest.param(
             lambda world: (world.set_lifecycle(suspend=True), world.settle(), world.set_lifecycle(suspend=False)),
             id="the job is suspended and resumed",
@@ -170,15 +170,15 @@ def test_the_next_gang_has_the_service_of_this_version(happens: Callable[[World]
     world = as_left_by_the_former_version(running())
     happens(world)
     world.settle()
-    assert (world.names(), subdomains(world)) == (["1-0", "1-1"], [PRESENT])
+    assert (world.pod_names(), subdomains(world)) == (["1-0", "1-1"], [PRESENT])
     assert services(world) == [FORMER, PRESENT]
 
 
 def test_a_new_gang_stays_with_the_service_of_engines_that_outlive_the_old_one() -> None:
     world = as_left_by_the_former_version(running(**ENGINES))
-    world.end(0, 137)
+    world.end_pod(0, 137)
     world.settle()
-    assert (world.names(), subdomains(world)) == (["1-0", "1-1"], [FORMER])
+    assert (world.pod_names(), subdomains(world)) == (["1-0", "1-1"], [FORMER])
     [urls] = {_urls(pod) for pod in world.cluster.pods(PodRole.TRAINER)}
     assert urls == f"http://job-rollout-0-00000.{FORMER}.team.svc:8000"
 

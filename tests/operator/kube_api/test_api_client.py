@@ -16,7 +16,7 @@ from moejob_operator.kube_api.api_client import (
     load_configuration,
     requested_resource,
 )
-from stand_in_api import Answer, listed, refused, stand_in
+from stand_in_api import Answer, list_answer, refusal_answer, serve_stand_in
 
 POD = "/api/v1/namespaces/default/pods/a"
 
@@ -24,16 +24,16 @@ POD = "/api/v1/namespaces/default/pods/a"
 @pytest.mark.parametrize(
     ("answer", "raised"),
     [
-        pytest.param(refused(404, "NotFound"), NotFound, id="no such object"),
-        pytest.param(refused(409, "AlreadyExists"), AlreadyExists, id="there already"),
-        pytest.param(refused(409, "Conflict"), Conflict, id="changed since it was read"),
-        pytest.param(refused(401, "Unauthorized"), Retryable, id="a token that has just run out"),
-        pytest.param(refused(403, "Forbidden"), Forbidden, id="quota or RBAC"),
-        pytest.param(refused(422, "Invalid"), Forbidden, id="invalid"),
-        pytest.param(refused(400, "BadRequest"), Forbidden, id="a bad request"),
-        pytest.param(refused(410, "Expired"), Retryable, id="a list that took too long"),
-        pytest.param(refused(429, "TooManyRequests"), Retryable, id="too many requests"),
-        pytest.param(refused(500, "InternalError"), Retryable, id="a broken API server"),
+        pytest.param(refusal_answer(404, "NotFound"), NotFound, id="no such object"),
+        pytest.param(refusal_answer(409, "AlreadyExists"), AlreadyExists, id="there already"),
+        pytest.param(refusal_answer(409, "Conflict"), Conflict, id="changed since it was read"),
+        pytest.param(refusal_answer(401, "Unauthorized"), Retryable, id="a token that has just run out"),
+        pytest.param(refusal_answer(403, "Forbidden"), Forbidden, id="quota or RBAC"),
+        pytest.param(refusal_answer(422, "Invalid"), Forbidden, id="invalid"),
+        pytest.param(refusal_answer(400, "BadRequest"), Forbidden, id="a bad request"),
+        pytest.param(refusal_answer(410, "Expired"), Retryable, id="a list that took too long"),
+        pytest.param(refusal_answer(429, "TooManyRequests"), Retryable, id="too many requests"),
+        pytest.param(refusal_answer(500, "InternalError"), Retryable, id="a broken API server"),
         pytest.param((503, "upstream connect error"), Retryable, id="a proxy in front of it"),
         pytest.param((404, "404 page not found"), NotFound, id="no such API"),
         pytest.param((200, "<html>"), Retryable, id="another server's answer"),
@@ -42,8 +42,8 @@ POD = "/api/v1/namespaces/default/pods/a"
 )
 def test_a_refusal_says_whether_to_try_again(answer: Answer, raised: type[Exception]) -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {POD}", answer)
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {POD}", answer)
             with pytest.raises(raised):
                 await api.get(POD)
 
@@ -52,11 +52,11 @@ def test_a_refusal_says_whether_to_try_again(answer: Answer, raised: type[Except
 
 def test_a_refusal_carries_the_words_of_the_api_server() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(f"GET {POD}", refused(403, "Forbidden", 'pods "a" is forbidden: exceeded quota'))
+        async with serve_stand_in() as (server, api):
+            server.set_answers(f"GET {POD}", refusal_answer(403, "Forbidden", 'pods "a" is forbidden: exceeded quota'))
             with pytest.raises(Forbidden, match=r'^pods "a" is forbidden: exceeded quota$'):
                 await api.get(POD)
-            server.say(f"GET {POD}", (502, "bad gateway"))
+            server.set_answers(f"GET {POD}", (502, "bad gateway"))
             with pytest.raises(Retryable, match=r"^get .*/pods/a: 502 bad gateway$"):
                 await api.get(POD)
 
@@ -65,9 +65,9 @@ def test_a_refusal_carries_the_words_of_the_api_server() -> None:
 
 def test_an_api_server_that_is_not_there_is_tried_again() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
+        async with serve_stand_in() as (server, api):
             pass
-        async with stand_in() as (other, api):
+        async with serve_stand_in() as (other, api):
             api._settings.host = server.url  # noqa: SLF001
             with pytest.raises(Retryable, match="does not answer"):
                 await api.get(POD)
@@ -78,7 +78,7 @@ def test_an_api_server_that_is_not_there_is_tried_again() -> None:
 
 def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
     async def story() -> None:
-        async with stand_in(seconds=0.05) as (server, api):
+        async with serve_stand_in(seconds=0.05) as (server, api):
             server.answering.clear()
             with pytest.raises(Retryable, match=r"0\.05 s passed"):
                 await api.get(POD)
@@ -89,7 +89,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
 
 def test_a_write_may_have_less_time_than_a_request_has() -> None:
     async def story() -> None:
-        async with stand_in(seconds=60) as (server, api):
+        async with serve_stand_in(seconds=60) as (server, api):
             server.answering.clear()
             with pytest.raises(Retryable):
                 await api.create("/api/v1/namespaces/default/pods", {}, within=0.05)
@@ -99,14 +99,14 @@ def test_a_write_may_have_less_time_than_a_request_has() -> None:
 
 def test_no_more_requests_are_on_their_way_than_allowed() -> None:
     async def story() -> None:
-        async with stand_in(concurrency=2) as (server, api):
+        async with serve_stand_in(concurrency=2) as (server, api):
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
-            await server.until_asked(f"GET {POD}", times=2)
+            await server.await_request(f"GET {POD}", times=2)
             # A request that began after all of them has come, over a connection of its own: so would a third have.
             late = ApiClient(client.Configuration(host=server.url), server.metrics, concurrency=1, seconds=60)
             asked.append(asyncio.ensure_future(late.get("/late")))
-            await server.until_asked("GET /late")
+            await server.await_request("GET /late")
             assert server.calls.count(f"GET {POD}") == 2
             server.answering.set()
             done, _ = await asyncio.wait(asked)
@@ -119,7 +119,7 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
 
 def test_a_request_that_waits_for_others_runs_out_of_time_too() -> None:
     async def story() -> None:
-        async with stand_in(seconds=0.1, concurrency=1) as (server, api):
+        async with serve_stand_in(seconds=0.1, concurrency=1) as (server, api):
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
             done, _ = await asyncio.wait(asked, timeout=300)
@@ -131,11 +131,11 @@ def test_a_request_that_waits_for_others_runs_out_of_time_too() -> None:
 
 def test_a_list_is_read_page_by_page_at_one_version_and_its_items_say_what_they_are() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
-            server.say(
+        async with serve_stand_in() as (server, api):
+            server.set_answers(
                 "GET /api/v1/pods",
-                listed({"metadata": {"name": "a"}}, version="7", more="token/1"),
-                listed({"metadata": {"name": "b"}}, version="9"),
+                list_answer({"metadata": {"name": "a"}}, version="7", more="token/1"),
+                list_answer({"metadata": {"name": "b"}}, version="9"),
             )
             pages = [page async for page in api.list_pages("/api/v1/pods", {"labelSelector": "x=y"})]
             assert [page.version for page in pages] == ["7", "7"]
@@ -145,7 +145,7 @@ def test_a_list_is_read_page_by_page_at_one_version_and_its_items_say_what_they_
                 ("Pod", "v1", "a"),
                 ("Pod", "v1", "b"),
             ]
-            first, second = server.asked
+            first, second = server.requests
             assert (first.query["labelSelector"], first.query.get("continue")) == ("x=y", None)
             assert (second.query["labelSelector"], second.query["continue"]) == ("x=y", "token/1")
 
@@ -171,7 +171,7 @@ def test_metrics_name_resources_and_never_objects(path: str, resource: str) -> N
 
 def test_requests_say_who_asks_and_carry_the_token_of_the_kubeconfig(tmp_path: Path) -> None:
     async def story() -> None:
-        async with stand_in() as (server, _):
+        async with serve_stand_in() as (server, _):
             kubeconfig = tmp_path / "config"
             kubeconfig.write_text(
                 f"""

@@ -13,14 +13,14 @@ from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.kube_api.cache import Cache, slim_object
-from stand_in_api import stored
+from stand_in_api import stored_object
 
 KEY = JobKey("default", "job")
 
 
 def pod(version: int, name: str = "job-trainer-0-00000", uid: str = "1", job: str | None = "job") -> dict[str, Any]:
     labels = {} if job is None else {Label.JOB.value: job}
-    return stored("Pod", name, version, labels=labels, metadata={"uid": uid})
+    return stored_object("Pod", name, version, labels=labels, metadata={"uid": uid})
 
 
 def versions(cache: Cache, key: JobKey = KEY) -> list[str]:
@@ -95,10 +95,10 @@ def test_a_list_ends_what_is_older_and_not_in_it() -> None:
 
 def test_a_job_that_nothing_is_left_of_is_forgotten() -> None:
     cache = Cache()
-    cache.record_object(Kind.JOB, stored("MoETrainingJob", "job"))
+    cache.record_object(Kind.JOB, stored_object("MoETrainingJob", "job"))
     cache.record_object(Kind.POD, pod(1))
     assert cache.all_keys() == [KEY]
-    cache.record_deletion(Kind.JOB, stored("MoETrainingJob", "job"))
+    cache.record_deletion(Kind.JOB, stored_object("MoETrainingJob", "job"))
     assert (cache.find_job(KEY), cache.all_keys()) == (None, [KEY])
     cache.record_deletion(Kind.POD, pod(1))
     assert cache.all_keys() == []
@@ -146,7 +146,7 @@ def test_only_what_somebody_reads_is_kept() -> None:
 
 
 def test_the_spec_of_a_job_is_kept_whole() -> None:
-    job = stored("MoETrainingJob", "job", spec={"model": {"source": "x"}})
+    job = stored_object("MoETrainingJob", "job", spec={"model": {"source": "x"}})
     assert slim_object(Kind.JOB, job)["spec"] == job["spec"]
 
 

@@ -16,14 +16,14 @@ from moejob_operator.cluster import JobKey
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers, receive_event
 from moejob_operator.kube_api.live_lists import GangApis, LiveLists
-from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
+from stand_in_api import Answer, StandInServer, list_answer, refusal_answer, serve_stand_in, stored_object
 
 KEY = JobKey("default", "job")
 LIST, WATCH = "GET /api/v1/pods", "GET /api/v1/pods?watch"
 
 
 def pod(version: int, name: str = "a", job: str | None = "job") -> dict[str, Any]:
-    return stored("Pod", name, version, labels={} if job is None else {Label.JOB.value: job})
+    return stored_object("Pod", name, version, labels={} if job is None else {Label.JOB.value: job})
 
 
 def events(*lines: tuple[str, dict[str, Any]]) -> Answer:
@@ -64,7 +64,7 @@ def test_every_event_reaches_the_cache_and_asks_for_a_reconcile(story: list[Any]
 class Watched:
     """A watch of pods that runs against a stand-in."""
 
-    def __init__(self, server: StandIn, lists: LiveLists, watch: Informer, requests: list[JobKey]) -> None:
+    def __init__(self, server: StandInServer, lists: LiveLists, watch: Informer, requests: list[JobKey]) -> None:
         self.server, self.lists, self.watch, self.requests = server, lists, watch, requests
         self.task = asyncio.ensure_future(watch.run())
 
@@ -81,18 +81,18 @@ class Watched:
 
     def begun_at(self) -> list[str]:
         """From which version each watch so far went on."""
-        return [asked.query["resourceVersion"] for asked in self.server.asked if "watch" in asked.query]
+        return [asked.query["resourceVersion"] for asked in self.server.requests if "watch" in asked.query]
 
     def lists_made(self) -> int:
-        return sum("watch" not in asked.query for asked in self.server.asked)
+        return sum("watch" not in asked.query for asked in self.server.requests)
 
 
 @asynccontextmanager
 async def watched(*, lists: list[Answer], watch: list[Answer]) -> AsyncIterator[Watched]:
-    async with stand_in() as (server, api):
-        server.say(LIST, *lists)
+    async with serve_stand_in() as (server, api):
+        server.set_answers(LIST, *lists)
         # When all is said, a watch stays open.
-        server.say(WATCH, *watch, (-1, ""))
+        server.set_answers(WATCH, *watch, (-1, ""))
         requests: list[JobKey] = []
         found = LiveLists(api, Cache(), None, GangApis(api))
         story = Watched(server, found, Informer(Kind.POD, api, found, requests.append), requests)
@@ -106,7 +106,7 @@ async def watched(*, lists: list[Answer], watch: list[Answer]) -> AsyncIterator[
 def test_a_watch_begins_with_a_list_and_goes_on_from_its_version() -> None:
     async def story() -> None:
         async with watched(
-            lists=[listed(pod(4), version="10")], watch=[events(("ADDED", pod(12, "b")), ("DELETED", pod(13)))]
+            lists=[list_answer(pod(4), version="10")], watch=[events(("ADDED", pod(12, "b")), ("DELETED", pod(13)))]
         ) as seen:
             assert not seen.watch.listed.is_set()
             await seen.until(lambda: seen.names == {"b"})
@@ -114,14 +114,14 @@ def test_a_watch_begins_with_a_list_and_goes_on_from_its_version() -> None:
             await seen.until(lambda: len(seen.begun_at()) == 2)
             assert seen.begun_at() == ["10", "13"]
             assert seen.lists_made() == 1
-            assert seen.server.asked[1].query["labelSelector"] == "app.kubernetes.io/managed-by=moejob"
+            assert seen.server.requests[1].query["labelSelector"] == "app.kubernetes.io/managed-by=moejob"
 
     asyncio.run(story())
 
 
 def test_a_bookmark_moves_the_version_from_which_a_watch_goes_on() -> None:
     async def story() -> None:
-        async with watched(lists=[listed(version="10")], watch=[events(bookmark(500))]) as seen:
+        async with watched(lists=[list_answer(version="10")], watch=[events(bookmark(500))]) as seen:
             await seen.until(lambda: seen.begun_at() == ["10", "500"])
 
     asyncio.run(story())
@@ -134,13 +134,16 @@ EXPIRED_LINE = events(("ERROR", {"kind": "Status", "code": 410, "reason": "Expir
     "expired",
     [
         pytest.param(EXPIRED_LINE, id="said in the stream"),
-        pytest.param(refused(410, "Expired"), id="said at once"),
+        pytest.param(refusal_answer(410, "Expired"), id="said at once"),
     ],
 )
 def test_after_an_expired_watch_what_vanished_unseen_is_gone(expired: Answer) -> None:
     async def story() -> None:
         async with watched(
-            lists=[listed(pod(1), pod(2, "b"), version="10"), listed(pod(2, "b"), pod(15, "c"), version="20")],
+            lists=[
+                list_answer(pod(1), pod(2, "b"), version="10"),
+                list_answer(pod(2, "b"), pod(15, "c"), version="20"),
+            ],
             watch=[expired],
         ) as seen:
             await seen.until(lambda: seen.names == {"b", "c"})
@@ -152,8 +155,8 @@ def test_after_an_expired_watch_what_vanished_unseen_is_gone(expired: Answer) ->
 @pytest.mark.parametrize(
     "trouble",
     [
-        pytest.param(refused(500, "InternalError"), id="a broken API server"),
-        pytest.param(refused(429, "TooManyRequests"), id="too many requests"),
+        pytest.param(refusal_answer(500, "InternalError"), id="a broken API server"),
+        pytest.param(refusal_answer(429, "TooManyRequests"), id="too many requests"),
         pytest.param(events(("ERROR", {"code": 500, "message": "etcd is away"})), id="an error in the stream"),
         pytest.param((200, '{"type": "ADDED", "obj'), id="cut off in the middle of a line"),
         pytest.param((200, "<html>\n"), id="a line of somebody else"),
@@ -164,7 +167,7 @@ def test_after_an_expired_watch_what_vanished_unseen_is_gone(expired: Answer) ->
 def test_a_watch_that_breaks_goes_on_where_it_was(trouble: Answer) -> None:
     async def story() -> None:
         async with watched(
-            lists=[listed(pod(1), version="10")], watch=[trouble, trouble, events(("ADDED", pod(11, "b")))]
+            lists=[list_answer(pod(1), version="10")], watch=[trouble, trouble, events(("ADDED", pod(11, "b")))]
         ) as seen:
             await seen.until(lambda: seen.names == {"a", "b"})
             assert seen.begun_at()[:3] == ["10", "10", "10"]
@@ -176,14 +179,14 @@ def test_a_watch_that_breaks_goes_on_where_it_was(trouble: Answer) -> None:
 @pytest.mark.parametrize(
     "trouble",
     [
-        pytest.param(refused(503, "ServiceUnavailable"), id="no API server"),
-        pytest.param(refused(403, "Forbidden"), id="no right yet"),
-        pytest.param(refused(404, "NotFound"), id="no CRD yet"),
+        pytest.param(refusal_answer(503, "ServiceUnavailable"), id="no API server"),
+        pytest.param(refusal_answer(403, "Forbidden"), id="no right yet"),
+        pytest.param(refusal_answer(404, "NotFound"), id="no CRD yet"),
     ],
 )
 def test_a_list_is_tried_until_it_works(trouble: Answer) -> None:
     async def story() -> None:
-        async with watched(lists=[trouble, trouble, listed(pod(1))], watch=[]) as seen:
+        async with watched(lists=[trouble, trouble, list_answer(pod(1))], watch=[]) as seen:
             await seen.until(lambda: seen.names == {"a"})
             assert seen.lists_made() == 3
 
@@ -192,7 +195,7 @@ def test_a_list_is_tried_until_it_works(trouble: Answer) -> None:
 
 def test_every_job_is_looked_at_after_a_list() -> None:
     async def story() -> None:
-        async with watched(lists=[listed(pod(1), pod(2, "b", job="other"))], watch=[]) as seen:
+        async with watched(lists=[list_answer(pod(1), pod(2, "b", job="other"))], watch=[]) as seen:
             await seen.until(lambda: len(seen.requests) == 2)
             assert set(seen.requests) == {KEY, JobKey("default", "other")}
 
@@ -203,7 +206,7 @@ def test_an_event_of_a_megabyte_is_read_whole() -> None:
     async def story() -> None:
         large = pod(11, "b") | {"status": {"message": "x" * 1_000_000}}
         async with watched(
-            lists=[listed(version="10")], watch=[events(("ADDED", large), ("ADDED", pod(12, "c")))]
+            lists=[list_answer(version="10")], watch=[events(("ADDED", large), ("ADDED", pod(12, "c")))]
         ) as seen:
             await seen.until(lambda: seen.names == {"b", "c"})
 
@@ -212,7 +215,7 @@ def test_an_event_of_a_megabyte_is_read_whole() -> None:
 
 def test_of_an_operator_for_one_namespace_all_watches_are_of_that_namespace() -> None:
     async def story() -> None:
-        async with stand_in() as (server, api):
+        async with serve_stand_in() as (server, api):
             lists = LiveLists(api, Cache(), "default", GangApis(api))
             tasks = [asyncio.ensure_future(watch.run()) for watch in build_informers(api, lists, lambda _: None)]
             await asyncio.sleep(0.1)
@@ -220,6 +223,6 @@ def test_of_an_operator_for_one_namespace_all_watches_are_of_that_namespace() ->
                 task.cancel()
             await asyncio.wait(tasks)
             assert len(tasks) == len(WATCHED)
-            assert all("/namespaces/default/" in asked.path for asked in server.asked)
+            assert all("/namespaces/default/" in asked.path for asked in server.requests)
 
     asyncio.run(story())

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from datetime import UTC, datetime
 
-from builders import SFT, merged
+from builders import SFT, merge_sections
 from fake_world import IMAGES, SMALL
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import JobNetwork
@@ -18,7 +18,7 @@ from moejob_operator.kube_api.pod_client import PodClient
 from moejob_operator.planning.observed_state import OperatorSetting
 from moejob_operator.reconcile import Reconciler, reconcile_job
 from moejob_operator.validation import Validator
-from stand_in_api import StandIn, listed, stand_in, stored
+from stand_in_api import StandInServer, list_answer, serve_stand_in, stored_object
 
 KEY = JobKey("default", "job")
 CORE, NAMESPACE = "/api/v1/namespaces/default", "/namespaces/default"
@@ -27,10 +27,10 @@ STATUS = f"/apis/moejob.dev/v1alpha1{NAMESPACE}/moetrainingjobs/job/status"
 CREATED = {name: f"POST {CORE}/{name}" for name in ("services", "persistentvolumeclaims", "secrets", "pods")}
 
 
-def cluster(server: StandIn, lists: LiveLists, cache: Cache) -> ApiServer:
+def cluster(server: StandInServer, lists: LiveLists, cache: Cache) -> ApiServer:
     for call in (*CREATED.values(), f"POST {POLICIES}", f"POST /apis/events.k8s.io/v1{NAMESPACE}/events"):
-        server.say(call, (201, None))
-    server.say(f"PUT {STATUS}", (200, None))
+        server.set_answers(call, (201, None))
+    server.set_answers(f"PUT {STATUS}", (200, None))
     return ApiServer(
         api=lists.api,
         cache=cache,
@@ -42,20 +42,20 @@ def cluster(server: StandIn, lists: LiveLists, cache: Cache) -> ApiServer:
     )
 
 
-def list_all(server: StandIn, cache: Cache) -> None:
+def list_all(server: StandInServer, cache: Cache) -> None:
     """Live lists show what the cache holds."""
     there, version = cache.find_children(KEY), str(server.versions)
     for name, items in (("pods", there.pods), ("services", there.services), ("persistentvolumeclaims", there.claims)):
-        server.say(f"GET {CORE}/{name}", listed(*items, version=version))
+        server.set_answers(f"GET {CORE}/{name}", list_answer(*items, version=version))
 
 
 def test_a_job_of_two_pods_asks_for_its_secret_and_policy_once_however_often_a_pod_is_replaced() -> None:
     async def story() -> Counter[str]:
-        async with stand_in() as (server, api):
+        async with serve_stand_in() as (server, api):
             cache = Cache()
             here = cluster(server, LiveLists(api, cache, None, GangApis(api)), cache)
             cache.record_object(
-                Kind.JOB, stored("MoETrainingJob", "job", spec=merged(SFT, SMALL)) | {"apiVersion": JOBS}
+                Kind.JOB, stored_object("MoETrainingJob", "job", spec=merge_sections(SFT, SMALL)) | {"apiVersion": JOBS}
             )
             setting = OperatorSetting(IMAGES, network=JobNetwork("moejob-system"))
             reconciler = Reconciler(Validator(), setting, lambda: datetime.now(UTC))

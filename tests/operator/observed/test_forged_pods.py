@@ -58,7 +58,7 @@ def forged(world: World, name: str, attempt: int, index: int, *changes: Forgery,
     }
     for change in changes:
         change(body)
-    world.cluster.change(body)
+    world.cluster.store_changed(body)
 
 
 def label(key: Label, value: str) -> Forgery:
@@ -158,9 +158,9 @@ def test_pods_of_an_earlier_job_of_the_name_are_waited_for() -> None:
 
 
 def test_a_gang_whose_job_has_lost_its_status_is_not_replaced() -> None:
-    world = world_of(World.run, lambda world: world.end(0, 1), World.run)
+    world = world_of(World.run, lambda world: world.end_pod(0, 1), World.run)
     assert world.status.attempt == 1
-    world.cluster.change({**world.job, "status": {}})
+    world.cluster.store_changed({**world.job, "status": {}})
     world.settle()
     assert (world.status.attempt, names(world)) == (1, ["job-trainer-1-00000", "job-trainer-1-00001"])
 

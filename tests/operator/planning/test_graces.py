@@ -18,7 +18,7 @@ def running() -> World:
 
 def test_what_is_left_of_a_gang_that_has_failed_goes_soon() -> None:
     world = running()
-    world.end(0, 1, None)
+    world.end_pod(0, 1, None)
     world.settle()
     assert world.cluster.graces["job-trainer-0-00001"] == BROKEN_GANG_SECONDS
 

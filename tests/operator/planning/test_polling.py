@@ -48,7 +48,7 @@ def test_young_pods_are_asked_each_time_they_are_twice_as_old_and_others_every_h
 
 def test_pods_of_a_new_gang_are_asked_at_once() -> None:
     world = running()
-    world.end(0, 1, None)
+    world.end_pod(0, 1, None)
     world.settle()
     world.wait(POLL_SECONDS)
     world.settle()
@@ -61,8 +61,8 @@ def test_pods_of_a_new_gang_are_asked_at_once() -> None:
 def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> None:
     world = running()
     done = RunProgress(step=60, total_steps=60, loss=0.5, last_checkpoint_step=60)
-    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
-    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=done))
+    world.end_pod(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end_pod(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=done))
     world.settle()
     assert world.status.phase is Phase.SUCCEEDED
     assert world.status.progress is not None
@@ -73,8 +73,8 @@ def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> 
 def ended(run: RunProgress) -> World:
     """A job whose pods have ended, with the last word of the first."""
     world = running()
-    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
-    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=run))
+    world.end_pod(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end_pod(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=run))
     world.settle()
     return world
 
@@ -100,11 +100,11 @@ def test_the_commits_of_the_hub_that_a_run_uses_are_part_of_the_status() -> None
 
 def test_a_last_word_without_room_for_commits_takes_none_away() -> None:
     world = running()
-    world.say(step=5, hub_commits=COMMITS)
+    world.report_progress(step=5, hub_commits=COMMITS)
     world.wait(POLL_SECONDS)
     world.settle()
-    world.end(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
-    world.end(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=RunProgress(step=60, total_steps=60)))
+    world.end_pod(1, 0, TerminationMessage(outcome=PodOutcome.COMPLETED))
+    world.end_pod(0, 0, TerminationMessage(outcome=PodOutcome.COMPLETED, run=RunProgress(step=60, total_steps=60)))
     world.settle()
     seen = world.status.progress
     assert seen is not None
@@ -155,12 +155,12 @@ def test_a_run_that_stopped_early_has_succeeded_and_says_so(measures: dict[str, 
 
 def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_action() -> None:
     world = running()
-    world.say(step=5)
+    world.report_progress(step=5)
     world.lose_sight(1)
     world.fall_silent(1)
     before = world.cluster.questions
     world.settle()
-    assert world.names() == ["0-0", "0-1"]
+    assert world.pod_names() == ["0-0", "0-1"]
     assert world.cluster.log[-3:] == [
         "force-delete Pod job-trainer-0-00001",
         "create Pod job-trainer-0-00001",
@@ -171,7 +171,7 @@ def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_acti
 
 def test_what_is_remembered_of_a_job_goes_with_it() -> None:
     world = running()
-    assert len(world.asked) == 1
+    assert len(world.poll_times) == 1
     world.delete_job()
     world.reconcile()
-    assert len(world.asked) == 0
+    assert len(world.poll_times) == 0

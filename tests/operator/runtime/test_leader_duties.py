@@ -14,7 +14,7 @@ from moejob_operator.kube_api.api_client import NotFound
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.work_queue import RateLimiter, WorkOutcome, WorkQueue
-from stand_in_api import stored
+from stand_in_api import stored_object
 from virtual_time import run_virtually
 
 KEYS = [JobKey("default", f"job-{number}") for number in range(20)]
@@ -51,7 +51,7 @@ class FakeLists:
     async def fill_cache(self, kind: Kind) -> int:
         self.filled.append(kind)
         for key in KEYS:
-            self.cache.record_object(Kind.JOB, stored("MoETrainingJob", key.name))
+            self.cache.record_object(Kind.JOB, stored_object("MoETrainingJob", key.name))
         return 1
 
 

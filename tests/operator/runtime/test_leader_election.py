@@ -29,7 +29,7 @@ from moejob_operator.runtime.leader_election import (
     next_move,
     observe_lease,
 )
-from stand_in_api import Answer, StandIn, refused, stand_in
+from stand_in_api import Answer, StandInServer, refusal_answer, serve_stand_in
 from virtual_time import run_virtually
 
 TERMS = LeaseDurations()
@@ -385,8 +385,8 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/moejob-system/leases"
 
 
 @asynccontextmanager
-async def api_store() -> AsyncIterator[tuple[StandIn, ApiLeaseStore]]:
-    async with stand_in() as (server, api):
+async def api_store() -> AsyncIterator[tuple[StandInServer, ApiLeaseStore]]:
+    async with serve_stand_in() as (server, api):
         yield server, ApiLeaseStore(api, "moejob-system", "moejob-operator")
 
 
@@ -398,11 +398,11 @@ def answered(version: int, **spec: Any) -> tuple[int, dict[str, Any]]:
 def test_a_lease_that_is_not_there_is_created_and_then_ours() -> None:
     async def story() -> None:
         async with api_store() as (server, store):
-            server.say(f"POST {LEASES}", answered(1))
+            server.set_answers(f"POST {LEASES}", answered(1))
             assert await store.read() is None
             created = Lease.from_body(await store.create(lease_spec(TERMS, "me", None, NOW)))
             assert created == Lease("me", 13, 0, "1")
-            assert server.asked[-1].body["metadata"] == {"name": "moejob-operator", "namespace": "moejob-system"}
+            assert server.requests[-1].body["metadata"] == {"name": "moejob-operator", "namespace": "moejob-system"}
 
     asyncio.run(story())
 
@@ -410,12 +410,12 @@ def test_a_lease_that_is_not_there_is_created_and_then_ours() -> None:
 def test_a_lease_is_written_only_as_it_was_read_and_keeps_what_others_say_in_it() -> None:
     async def story() -> None:
         async with api_store() as (server, store):
-            server.say(f"GET {LEASES}/moejob-operator", answered(4, holderIdentity="other"))
-            server.say(f"PATCH {LEASES}/moejob-operator", answered(5, holderIdentity="me"))
+            server.set_answers(f"GET {LEASES}/moejob-operator", answered(4, holderIdentity="other"))
+            server.set_answers(f"PATCH {LEASES}/moejob-operator", answered(5, holderIdentity="me"))
             found = Lease.from_body(await store.read() or {})
             assert Lease.from_body(await store.write({"holderIdentity": "me"}, found.version)).holder == "me"
-            assert server.asked[-1].body == {"metadata": {"resourceVersion": "4"}, "spec": {"holderIdentity": "me"}}
-            assert server.asked[-1].headers["Content-Type"] == "application/merge-patch+json"
+            assert server.requests[-1].body == {"metadata": {"resourceVersion": "4"}, "spec": {"holderIdentity": "me"}}
+            assert server.requests[-1].headers["Content-Type"] == "application/merge-patch+json"
 
     asyncio.run(story())
 
@@ -423,21 +423,21 @@ def test_a_lease_is_written_only_as_it_was_read_and_keeps_what_others_say_in_it(
 @pytest.mark.parametrize(
     ("answer", "raised"),
     [
-        pytest.param(refused(409, "Conflict"), Conflict, id="changed since"),
-        pytest.param(refused(409, "AlreadyExists"), Conflict, id="created by another"),
-        pytest.param(refused(404, "NotFound"), Conflict, id="deleted"),
-        pytest.param(refused(500, "InternalError"), Retryable, id="no answer"),
+        pytest.param(refusal_answer(409, "Conflict"), Conflict, id="changed since"),
+        pytest.param(refusal_answer(409, "AlreadyExists"), Conflict, id="created by another"),
+        pytest.param(refusal_answer(404, "NotFound"), Conflict, id="deleted"),
+        pytest.param(refusal_answer(500, "InternalError"), Retryable, id="no answer"),
     ],
 )
 def test_a_lease_that_was_not_written_is_told(answer: Answer, raised: type[Exception]) -> None:
     async def story() -> None:
         async with api_store() as (server, store):
             if answer[1]["reason"] == "AlreadyExists":
-                server.say(f"POST {LEASES}", answer)
+                server.set_answers(f"POST {LEASES}", answer)
                 with pytest.raises(raised):
                     await store.create({})
                 return
-            server.say(f"PATCH {LEASES}/moejob-operator", answer)
+            server.set_answers(f"PATCH {LEASES}/moejob-operator", answer)
             with pytest.raises(raised):
                 await store.write({}, "4")
 

@@ -11,23 +11,28 @@ import pytest
 from moejob_operator.runtime.health import health_handler, serve_health
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.work_queue import WorkOutcome
-from stand_in_api import stored
+from stand_in_api import stored_object
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
-def job(name: str, phase: str | None, gpus: int = 0, accelerator: str = "GPU") -> dict[str, Any]:
+def make_job_body(name: str, phase: str | None, gpus: int = 0, accelerator: str = "GPU") -> dict[str, Any]:
     status = {} if phase is None else {"phase": phase, "layout": {"gpus": gpus}}
     spec = {"resources": {"accelerator": accelerator}}
-    return stored("MoETrainingJob", name, spec=spec, status=status, metadata={"namespace": "default"})
+    return stored_object("MoETrainingJob", name, spec=spec, status=status, metadata={"namespace": "default"})
 
 
 def test_jobs_are_counted_by_phase_and_gpus_only_where_they_are_wanted() -> None:
     metrics = Metrics()
-    jobs = [job("a", "Running", 8), job("b", "Running", 16), job("c", "Succeeded", 64), job("d", None)]
-    jobs.append(job("e", "Running", 4, accelerator="CPU"))
+    jobs = [
+        make_job_body("a", "Running", 8),
+        make_job_body("b", "Running", 16),
+        make_job_body("c", "Succeeded", 64),
+        make_job_body("d", None),
+    ]
+    jobs.append(make_job_body("e", "Running", 4, accelerator="CPU"))
     metrics.count_jobs(lambda: jobs)
     assert value(metrics, "moejob_jobs", namespace="default", phase="Running") == 3
     assert value(metrics, "moejob_jobs", namespace="default", phase="Pending") == 1

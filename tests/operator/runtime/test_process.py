@@ -21,19 +21,19 @@ from moejob_operator.runtime.job_watch import DEAD_SECONDS
 from moejob_operator.runtime.lifecycle import Operator
 from moejob_operator.runtime.settings import Settings
 from ports import free_port
-from stand_in_api import StandIn, listed, stand_in
+from stand_in_api import StandInServer, list_answer, serve_stand_in
 
 CORE = ("pods", "services", "persistentvolumeclaims")
 
 
-def serve_everything(server: StandIn) -> None:
+def serve_everything(server: StandInServer) -> None:
     server.serve_jobs()
     for path in (f"/apis/{GROUP}/{VERSION}/{PLURAL}", *(f"/api/v1/{plural}" for plural in CORE)):
-        server.say(f"GET {path}", listed())
-        server.say(f"GET {path}?watch", (-1, ""))
+        server.set_answers(f"GET {path}", list_answer())
+        server.set_answers(f"GET {path}?watch", (-1, ""))
 
 
-def settings_for(server: StandIn, folder: Path, **changes: Any) -> Settings:
+def settings_for(server: StandInServer, folder: Path, **changes: Any) -> Settings:
     kubeconfig = folder / "kubeconfig"
     kubeconfig.write_text(
         json.dumps(
@@ -56,11 +56,11 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-def ran(folder: Path, story: Callable[[StandIn], Awaitable[None]], **changes: Any) -> int:
+def ran(folder: Path, story: Callable[[StandInServer], Awaitable[None]], **changes: Any) -> int:
     """The exit code of a process, to which something happens while it runs."""
 
     async def run() -> int:
-        async with stand_in() as (server, _):
+        async with serve_stand_in() as (server, _):
             serve_everything(server)
             running = asyncio.ensure_future(process.run_operator(settings_for(server, folder, **changes)))
             await story(server)
@@ -69,12 +69,12 @@ def ran(folder: Path, story: Callable[[StandIn], Awaitable[None]], **changes: An
     return asyncio.run(run())
 
 
-async def watches_begin(server: StandIn) -> None:
-    await until(lambda: sum("watch" in asked.query for asked in server.asked) == 1 + len(CORE))
+async def watches_begin(server: StandInServer) -> None:
+    await until(lambda: sum("watch" in asked.query for asked in server.requests) == 1 + len(CORE))
 
 
 def test_a_signal_ends_it_well(tmp_path: Path) -> None:
-    async def story(server: StandIn) -> None:
+    async def story(server: StandInServer) -> None:
         await watches_begin(server)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -84,9 +84,9 @@ def test_a_signal_ends_it_well(tmp_path: Path) -> None:
 def test_a_part_of_kopf_that_ends_ends_the_process_with_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(server: StandIn) -> None:
+    async def story(server: StandInServer) -> None:
         # kopf reads its kind.
-        server.say("GET /api/v1", (200, {"resources": [{"name": "namespaces"}]}))
+        server.set_answers("GET /api/v1", (200, {"resources": [{"name": "namespaces"}]}))
 
     assert ran(tmp_path, story) == 1
     [said] = [record for record in caplog.records if record.getMessage() == "a part of kopf has ended"]
@@ -96,9 +96,9 @@ def test_a_part_of_kopf_that_ends_ends_the_process_with_its_name(
 def test_a_part_of_ours_that_ends_ends_the_process_with_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(server: StandIn) -> None:
+    async def story(server: StandInServer) -> None:
         # No list can have a version that is no number.
-        server.say("GET /api/v1/pods", listed(version="later"))
+        server.set_answers("GET /api/v1/pods", list_answer(version="later"))
 
     assert ran(tmp_path, story) == 1
     [said] = [record for record in caplog.records if record.getMessage() == "a part has failed"]
@@ -106,7 +106,7 @@ def test_a_part_of_ours_that_ends_ends_the_process_with_its_name(
 
 
 def test_what_cannot_start_ends_the_process(tmp_path: Path) -> None:
-    async def story(_: StandIn) -> None:
+    async def story(_: StandInServer) -> None:
         return
 
     with_a_taken_port = {"http_port": 1, "kubeconfig": tmp_path / "nothing"}
@@ -115,7 +115,7 @@ def test_what_cannot_start_ends_the_process(tmp_path: Path) -> None:
 
 def test_kopf_and_the_settings_have_to_mean_the_same_namespaces(tmp_path: Path) -> None:
     async def story() -> None:
-        async with stand_in() as (server, _):
+        async with serve_stand_in() as (server, _):
             memo = kopf.Memo(settings=settings_for(server, tmp_path, namespaces=("a",)))
             everywhere = kopf.OperatorSettings()
             everywhere.peering.clusterwide = True
@@ -127,7 +127,7 @@ def test_kopf_and_the_settings_have_to_mean_the_same_namespaces(tmp_path: Path) 
 
 def test_alive_is_no_longer_who_has_a_dead_watch_or_has_lost_a_part(tmp_path: Path) -> None:
     async def story() -> None:
-        async with stand_in() as (server, _), aiohttp.ClientSession() as client:
+        async with serve_stand_in() as (server, _), aiohttp.ClientSession() as client:
             serve_everything(server)
             port = free_port()
             memo = kopf.Memo(settings=settings_for(server, tmp_path, http_port=port))

@@ -16,7 +16,7 @@ def test_the_sentence_about_the_job_comes_before_the_pod_that_said_it() -> None:
     world.run()
     world.settle()
     code = ExitCode.BAD_CONFIGURATION.value
-    world.end(
+    world.end_pod(
         1, code, TerminationMessage(outcome=PodOutcome.BAD_CONFIGURATION, message=SENTENCE, rank=5, exit_code=code)
     )
     world.settle()

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from model_configs import config as small_config
 from moejob_api.contract.pod_environment import spec_text
 from moejob_api.models.families import shape_of
@@ -65,12 +65,12 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("export")
     runs = Runs(place / "volume")
     saving: dict[str, Any] = {"checkpoint": {"async": False, "exportHuggingFace": True}}
-    runs.finished("whole", training={"maxSteps": 1}, parallelism={"expert": 2}, **saving)
+    runs.run_to_end("whole", training={"maxSteps": 1}, parallelism={"expert": 2}, **saving)
     shutil.copytree(runs.volume / "whole/export", runs.volume / "first-export")
-    runs.finished("whole", attempt=2, training={"maxSteps": 2}, **saving)
+    runs.run_to_end("whole", attempt=2, training={"maxSteps": 2}, **saving)
     write(runs.volume / "published")
     adapted = {"training": {"maxSteps": 1, "lora": LORA}, "model": {"source": str(runs.volume / "published")}}
-    runs.finished("adapted", **adapted, **saving)
+    runs.run_to_end("adapted", **adapted, **saving)
     yield runs.volume
     runs.close()
 
@@ -239,7 +239,7 @@ def large_run(folder: Path) -> StoredRun:
     commit_checkpoint(
         path, build_manifest(sync_and_hash_files(path, [one.name for one in path.iterdir()]), facts), lambda: True
     )
-    (folder / "spec.json").write_text(spec_text(spec(**merged(TINY, {"model": {"source": str(template)}}))))
+    (folder / "spec.json").write_text(spec_text(spec(**merge_sections(TINY, {"model": {"source": str(template)}}))))
     assert isinstance(find_latest_checkpoint(path.parent).checkpoint, GoodCheckpoint)
     return read_stored_run(folder)
 

@@ -8,19 +8,19 @@ from pathlib import Path
 from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.runtime.disk import Disk
-from trainer.checkpoints.stand_ins import Writer, Writing, moment, place, policy
+from trainer.checkpoints.stand_ins import StandInWriting, StateWriter, make_policy, make_run_folder, make_save_request
 
 BLOCKS = 40
 
 
-class Heavy(Writer):
+class Heavy(StateWriter):
     """A writer whose files take long enough to be killed in."""
 
-    def start_writing(self, folder: Path) -> Writing:
+    def start_writing(self, folder: Path) -> StandInWriting:
         files = heavy_state(folder.name)
         for name, content in files.items():
             self.disk.write(folder / name, content)
-        return Writing(list(files), self.questions)
+        return StandInWriting(list(files), self.questions)
 
 
 def heavy_state(folder: str) -> dict[str, bytes]:
@@ -31,14 +31,14 @@ def heavy_state(folder: str) -> dict[str, bytes]:
 
 def main(folder: Path, attempt: int) -> None:
     """Save every step of a run that never ends."""
-    where = place(folder, attempt, is_ours=lambda: (folder.parent / "owner").read_text() == str(attempt))
-    run = CheckpointStore(where, policy(keep=3, asynchronous=True), SingleRank(), Heavy(Disk()))
+    where = make_run_folder(folder, attempt, is_ours=lambda: (folder.parent / "owner").read_text() == str(attempt))
+    run = CheckpointStore(where, make_policy(keep=3, asynchronous=True), SingleRank(), Heavy(Disk()))
     found = run.start()
     step = 0 if found is None else found.folder.step
     print(f"resumed {None if found is None else found.folder.name}", flush=True)  # noqa: T201 read by the test
     while True:
         step += 1
-        run.save(moment(step))
+        run.save(make_save_request(step))
         if (saved := run.wait()) is not None:
             print(f"saved {saved.folder.name}", flush=True)  # noqa: T201
 

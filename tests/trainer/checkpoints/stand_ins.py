@@ -32,7 +32,7 @@ from moejob_trainer.runtime.disk import Disk
 T = TypeVar("T")
 
 
-class Crash(BaseException):
+class ProcessCrash(BaseException):
     """The process is gone. Nothing may catch it."""
 
 
@@ -57,68 +57,68 @@ class FragileDisk(Disk):
 
     def make_folder(self, path: Path, mode: int = 0o755) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             is_new = not path.exists()
             super().make_folder(path, mode)
             if is_new:
-                self._named(path, lambda: shutil.rmtree(path))
+                self._record_undo(path, lambda: shutil.rmtree(path))
 
     def write(self, path: Path, content: bytes) -> None:
         with self.lock:
-            self._step(lambda: path.write_bytes(content[: len(content) // 2]))
+            self._count_operation(lambda: path.write_bytes(content[: len(content) // 2]))
             super().write(path, content)
             self.unsynced_files.add(path)
 
     def sync(self, path: Path) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             path.stat()
             self.unsynced_files.discard(path)
             self.unsynced_names.pop(path, None)
 
     def rename(self, source: Path, target: Path) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             before = target.read_bytes() if target.exists() else None
             super().rename(source, target)
             if source in self.unsynced_files:
                 self.unsynced_files = self.unsynced_files - {source} | {target}
-            self._named(target, lambda: _unrenamed(source, target, before))
+            self._record_undo(target, lambda: _undo_rename(source, target, before))
 
     def link(self, source: Path, target: Path) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             super().link(source, target)
-            self._named(target, target.unlink)
+            self._record_undo(target, target.unlink)
 
     def remove(self, path: Path) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             if path.is_symlink():
                 super().remove(path)
             elif path.exists():
                 content = path.read_bytes()
                 super().remove(path)
-                self._named(path, lambda: path.write_bytes(content))
+                self._record_undo(path, lambda: path.write_bytes(content))
 
     def remove_folder(self, path: Path) -> None:
         with self.lock:
-            self._step()
+            self._count_operation()
             super().remove_folder(path)
             self.unsynced_names.pop(path, None)
 
-    def _named(self, path: Path, undo: Callable[[], object]) -> None:
+    def _record_undo(self, path: Path, undo: Callable[[], object]) -> None:
         self.unsynced_names.setdefault(path.parent, []).append(undo)
 
-    def _step(self, torn: Callable[[], object] = lambda: None) -> None:
+    def _count_operation(self, torn: Callable[[], object] = lambda: None) -> None:
         if self.is_dead:
-            raise Crash
+            raise ProcessCrash
         self.operations += 1
         if self.crash_at is not None and self.operations >= self.crash_at:
             self.is_dead = True
             torn()
             self._lose_power()
-            raise Crash
+            raise ProcessCrash
 
     def _lose_power(self) -> None:
         if self.power is None:
@@ -133,13 +133,13 @@ class FragileDisk(Disk):
                     undo()
 
 
-def _unrenamed(source: Path, target: Path, before: bytes | None) -> None:
+def _undo_rename(source: Path, target: Path, before: bytes | None) -> None:
     target.rename(source)
     if before is not None:
         target.write_bytes(before)
 
 
-class Inline(Executor):
+class InlineExecutor(Executor):
     """Does at once what it is given, so that a test decides what happens when."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -151,7 +151,7 @@ class Inline(Executor):
         return future
 
 
-def state(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
+def make_state_files(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
     """Return the files of a rank of the tests at a step: nothing in one is like anything in another."""
     text = f"{folder.name} of rank {rank}; ".encode()
     files = {f"__{rank}_0.distcp": text * 5, f"__{rank}_1.distcp": text * 3}
@@ -159,7 +159,7 @@ def state(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
 
 
 @dataclass
-class Writing:
+class StandInWriting:
     """A part of a save that is finished after a given number of questions."""
 
     files: Sequence[str]
@@ -176,22 +176,22 @@ class Writing:
 
 
 @dataclass
-class Writer:
+class StateWriter:
     """Writes the state of the tests."""
 
     disk: Disk
     rank: int = 0
     questions: int = 0
 
-    def start_writing(self, folder: Path) -> Writing:
+    def start_writing(self, folder: Path) -> StandInWriting:
         named = parse_step_folder(folder.name)
         assert named is not None
-        files = state(named, self.rank)
+        files = make_state_files(named, self.rank)
         for name, content in files.items():
             if "/" in name:
                 self.disk.make_folder((folder / name).parent)
             self.disk.write(folder / name, content)
-        return Writing(list(files), self.questions)
+        return StandInWriting(list(files), self.questions)
 
 
 class ThreadCoordinators:
@@ -203,17 +203,17 @@ class ThreadCoordinators:
         # A rank that never comes shall fail the test, not hang it.
         self.barrier = threading.Barrier(size, timeout=300)
 
-    def together(self, act: Callable[[ThreadCoordinator], T]) -> list[T | Exception]:
+    def run_on_ranks(self, act: Callable[[ThreadCoordinator], T]) -> list[T | Exception]:
         """Return the result on each rank."""
 
-        def one(rank: int) -> T | Exception:
+        def run_rank(rank: int) -> T | Exception:
             try:
                 return act(ThreadCoordinator(self, rank))
             except Exception as error:  # noqa: BLE001 the test compares what every rank raised
                 return error
 
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(one, range(self.size)))
+            return list(pool.map(run_rank, range(self.size)))
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,13 @@ class ThreadCoordinator:
         return self.group.size
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
-        everyones = self._all(encode_message(value, kind))
-        return [decode_message(one, kind) for one in everyones] if self.rank == 0 else []
+        everyones = self._exchange(encode_message(value, kind))
+        return [decode_message(content, kind) for content in everyones] if self.rank == 0 else []
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
-        return decode_message(self._all(encode_message(value, kind))[0], kind)
+        return decode_message(self._exchange(encode_message(value, kind))[0], kind)
 
-    def _all(self, content: bytes) -> list[bytes]:
+    def _exchange(self, content: bytes) -> list[bytes]:
         self.group.sent[self.rank] = content
         self.group.barrier.wait()
         everyones = list(self.group.sent)
@@ -242,7 +242,7 @@ class ThreadCoordinator:
         return everyones
 
 
-def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> CheckpointFacts:
+def make_facts(step: int = 10, attempt: int = 0, restart: int = 0) -> CheckpointFacts:
     return CheckpointFacts(
         step=step,
         attempt=attempt,
@@ -255,36 +255,40 @@ def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> CheckpointFacts
     )
 
 
-def moment(step: int) -> SaveRequest:
+def make_save_request(step: int) -> SaveRequest:
     return SaveRequest(step, "torch_dist/fully_reshardable", {"tensor": 2}, {"torch": "2.13.0"}, {"samples": step * 8})
 
 
-def policy(keep: int = 2, asynchronous: bool = False, resume_from: str | None = None) -> Checkpoint:
+def make_policy(keep: int = 2, asynchronous: bool = False, resume_from: str | None = None) -> Checkpoint:
     return Checkpoint(keep=keep, asynchronous=asynchronous, resume_from=resume_from)
 
 
-def place(
+def make_run_folder(
     folder: Path, attempt: int = 0, restart: int = 0, is_ours: Callable[[], bool] = lambda: True, uid: str = "uid-1"
 ) -> RunFolder:
     return RunFolder(folder, RunOwner(job="sft", uid=uid), FenceToken(attempt, restart), is_ours)
 
 
-def store(
-    where: RunFolder, how: Checkpoint | None = None, disk: Disk | None = None, writer: Writer | None = None
+def open_store(
+    where: RunFolder, how: Checkpoint | None = None, disk: Disk | None = None, writer: StateWriter | None = None
 ) -> CheckpointStore:
     volume = disk or FragileDisk()
-    return CheckpointStore(where, how or policy(), SingleRank(), writer or Writer(volume), volume, background=Inline())
+    return CheckpointStore(
+        where, how or make_policy(), SingleRank(), writer or StateWriter(volume), volume, background=InlineExecutor()
+    )
 
 
-def saved(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[Path]:
+def save_steps(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[Path]:
     """A run that saved these steps, and where."""
-    run = store(place(folder, attempt), policy(keep))
+    run = open_store(make_run_folder(folder, attempt), make_policy(keep))
     run.start()
-    outcomes = [run.save(moment(step)) for step in steps]
-    return [run.run_folder.checkpoints / one.folder.name for one in outcomes if isinstance(one, SavedCheckpoint)]
+    outcomes = [run.save(make_save_request(step)) for step in steps]
+    return [
+        run.run_folder.checkpoints / outcome.folder.name for outcome in outcomes if isinstance(outcome, SavedCheckpoint)
+    ]
 
 
-def flip(path: Path, at: int = 0) -> None:
+def flip_bit(path: Path, at: int = 0) -> None:
     """Change one bit of one byte."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1

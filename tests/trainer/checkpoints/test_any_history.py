@@ -17,16 +17,16 @@ from moejob_trainer.checkpoints import CheckpointStore, FenceToken, StepFolder, 
 from moejob_trainer.checkpoints.names import parse_step_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from trainer.checkpoints.stand_ins import (
-    Crash,
     FragileDisk,
-    Writer,
+    ProcessCrash,
+    StateWriter,
     files_below,
-    flip,
-    moment,
-    place,
-    policy,
-    state,
-    store,
+    flip_bit,
+    make_policy,
+    make_run_folder,
+    make_save_request,
+    make_state_files,
+    open_store,
 )
 
 KEEP = 2
@@ -66,7 +66,7 @@ class History(RuleBasedStateMachine):
 
     def is_whole(self, folder: StepFolder) -> bool:
         lies = files_below(self.checkpoints / folder.name)
-        return all(lies.get(name) == content for name, content in state(folder).items())
+        return all(lies.get(name) == content for name, content in make_state_files(folder).items())
 
     # --- what happens ---
 
@@ -78,12 +78,12 @@ class History(RuleBasedStateMachine):
             FenceToken(self.owner.attempt + 1, 0) if attempt else FenceToken(self.owner.attempt, self.owner.restart + 1)
         )
         self.owner, self.disk = token, FragileDisk(crash_at, None if power is None else random.Random(power))
-        where = place(self.folder, token.attempt, token.restart, is_ours=lambda: self.owner == token)
-        writer = Writer(self.disk, questions=1)
-        self.living = store(where, policy(KEEP, asynchronous=True), self.disk, writer)
+        where = make_run_folder(self.folder, token.attempt, token.restart, is_ours=lambda: self.owner == token)
+        writer = StateWriter(self.disk, questions=1)
+        self.living = open_store(where, make_policy(KEEP, asynchronous=True), self.disk, writer)
         try:
             self.begin(self.living)
-        except Crash:
+        except ProcessCrash:
             self.living = None
         self.disk.crash_at = None
 
@@ -113,12 +113,12 @@ class History(RuleBasedStateMachine):
         self.disk.crash_at = None if crash_at is None else self.disk.operations + crash_at
         self.disk.power = None if power is None else random.Random(power)
         try:
-            run.save(moment(self.step))
+            run.save(make_save_request(self.step))
             self.note(run)
             if to_the_end:
                 assert run.wait() is not None
                 assert run.last_step == self.step
-        except Crash:
+        except ProcessCrash:
             self.living = None
         self.disk.crash_at = None
         self.note(run)
@@ -142,7 +142,7 @@ class History(RuleBasedStateMachine):
         folder = data.draw(st.sampled_from(sorted(self.good())))
         path = self.checkpoints / folder.name
         name = data.draw(st.sampled_from(sorted(files_below(path))))
-        flip(path / name, data.draw(st.integers(0, (path / name).stat().st_size - 1)))
+        flip_bit(path / name, data.draw(st.integers(0, (path / name).stat().st_size - 1)))
         self.damaged.add(folder)
 
     @precondition(lambda self: self.sleeping)
@@ -154,7 +154,7 @@ class History(RuleBasedStateMachine):
         with suppress(Superseded):
             assert run.wait() is None
         with pytest.raises(Superseded):
-            run.save(moment(self.step + 100))
+            run.save(make_save_request(self.step + 100))
         assert self.marked() == marked
         assert self.newer_files(run.run_folder.token) == lies
 

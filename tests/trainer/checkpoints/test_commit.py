@@ -18,7 +18,7 @@ from moejob_trainer.checkpoints.manifest import (
 )
 from moejob_trainer.checkpoints.verification import CheckpointSearch, VerificationDepth, find_latest_checkpoint
 from moejob_trainer.errors import Superseded, TransientFailure
-from trainer.checkpoints.stand_ins import Crash, FragileDisk, Writer, facts, files_below, saved
+from trainer.checkpoints.stand_ins import FragileDisk, ProcessCrash, StateWriter, files_below, make_facts, save_steps
 
 # More than any commit or deletion here takes: a crash that never came shows in the last case.
 OPERATIONS = 40
@@ -26,8 +26,8 @@ OPERATIONS = 40
 
 def written(folder: Path, disk: FragileDisk, step: int = 20) -> CheckpointManifest:
     folder.mkdir(parents=True)
-    Writer(disk).start_writing(folder)
-    return build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), facts(step))
+    StateWriter(disk).start_writing(folder)
+    return build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), make_facts(step))
 
 
 def found_step(run: Path) -> int | None:
@@ -40,13 +40,13 @@ def test_a_commit_cut_short_anywhere_leaves_all_or_nothing(tmp_path: Path, seed:
     outcomes = []
     for crash_at in range(1, OPERATIONS):
         run = tmp_path / str(crash_at)
-        saved(run, 10)
+        save_steps(run, 10)
         disk = FragileDisk(power=None if seed is None else random.Random(seed * 1000 + crash_at))
         whole = written(run / "checkpoints/step-20.0.0", disk)
         disk.crash_at = disk.operations + crash_at
         try:
             commit_checkpoint(run / "checkpoints/step-20.0.0", whole, lambda: True, disk)
-        except Crash:
+        except ProcessCrash:
             outcomes.append(found_step(run))
             continue
         assert found_step(run) == 20
@@ -61,11 +61,11 @@ def test_a_commit_cut_short_anywhere_leaves_all_or_nothing(tmp_path: Path, seed:
 def test_a_deletion_cut_short_anywhere_never_leaves_half_a_checkpoint(tmp_path: Path, seed: int | None) -> None:
     for crash_at in range(1, OPERATIONS):
         run = tmp_path / str(crash_at)
-        _, newest = saved(run, 10, 20)
+        _, newest = save_steps(run, 10, 20)
         disk = FragileDisk(crash_at=crash_at, power=None if seed is None else random.Random(seed * 1000 + crash_at))
         try:
             delete_checkpoint(newest, disk)
-        except Crash:
+        except ProcessCrash:
             search = find_latest_checkpoint(run / "checkpoints", VerificationDepth.SIZES)
             assert search.checkpoint is not None
             # A marker without its files would be taken for a damaged checkpoint and alarm the reader of the log.
@@ -83,11 +83,11 @@ def test_a_committed_checkpoint_survives_a_loss_of_power(tmp_path: Path) -> None
         folder = tmp_path / f"{seed}/checkpoints/step-20.0.0"
         folder.parent.mkdir(parents=True)
         disk.make_folder(folder)
-        Writer(disk).start_writing(folder)
-        whole = build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), facts(20))
+        StateWriter(disk).start_writing(folder)
+        whole = build_manifest(sync_and_hash_files(folder, list_state_files(folder), disk), make_facts(20))
         commit_checkpoint(folder, whole, lambda: True, disk)
         disk.crash_at = disk.operations
-        with pytest.raises(Crash):
+        with pytest.raises(ProcessCrash):
             disk.make_folder(tmp_path / "anything")
         assert found_step(tmp_path / str(seed)) == 20
 
@@ -99,7 +99,7 @@ def ours_for(looks: int) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("looks", [0, 1], ids=["before it begins", "just before the marker"])
 def test_a_process_of_an_older_attempt_that_wakes_up_commits_nothing(tmp_path: Path, looks: int) -> None:
-    saved(tmp_path, 10)
+    save_steps(tmp_path, 10)
     folder = tmp_path / "checkpoints/step-20.0.0"
     whole = written(folder, FragileDisk())
     with pytest.raises(Superseded, match=r"this process \(attempt 0, restart 0\) no longer commits step-20.0.0"):
@@ -113,12 +113,12 @@ def test_a_file_that_rank_0_sees_otherwise_than_its_writer_is_not_vouched_for(tm
     files = written(folder, FragileDisk()).files
     doubted = [FileEntry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
     with pytest.raises(TransientFailure, match="use storage that is consistent across nodes"):
-        commit_checkpoint(folder, build_manifest(doubted, facts(20)), lambda: True)
+        commit_checkpoint(folder, build_manifest(doubted, make_facts(20)), lambda: True)
     assert find_latest_checkpoint(tmp_path / "checkpoints") == CheckpointSearch(None)
 
 
 def test_a_rejected_checkpoint_keeps_its_files_and_is_trusted_no_more(tmp_path: Path) -> None:
-    _, newest = saved(tmp_path, 10, 20)
+    _, newest = save_steps(tmp_path, 10, 20)
     before = set(files_below(newest))
     reject_checkpoint(newest)
     assert set(files_below(newest)) == before - {"complete.json"} | {"rejected.json"}
@@ -127,7 +127,7 @@ def test_a_rejected_checkpoint_keeps_its_files_and_is_trusted_no_more(tmp_path: 
 
 
 def test_deleting_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
-    (newest,) = saved(tmp_path, 10)
+    (newest,) = save_steps(tmp_path, 10)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_bytes(b"kept")
     (newest / "link").symlink_to(tmp_path / "precious")

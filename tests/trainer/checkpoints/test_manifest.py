@@ -18,7 +18,7 @@ from moejob_trainer.checkpoints.manifest import (
     list_state_files,
     sync_and_hash_files,
 )
-from trainer.checkpoints.stand_ins import FragileDisk, facts
+from trainer.checkpoints.stand_ins import FragileDisk, make_facts
 
 SIZES = st.lists(st.integers(0, 10**12), max_size=40)
 
@@ -45,7 +45,7 @@ def test_a_file_is_durable_before_it_gets_an_entry(tmp_path: Path) -> None:
 
 
 def test_a_manifest_reads_back_as_it_was_written() -> None:
-    written = build_manifest([entry("b", 2), entry("a", 3)], facts())
+    written = build_manifest([entry("b", 2), entry("a", 3)], make_facts())
     assert CheckpointManifest.model_validate_json(written.to_json()) == written
     assert [file.name for file in written.files] == ["a", "b"]
     assert written.size_bytes == 5
@@ -53,12 +53,12 @@ def test_a_manifest_reads_back_as_it_was_written() -> None:
 
 def test_two_ranks_never_write_one_file() -> None:
     with pytest.raises(ValueError, match="two ranks"):
-        build_manifest([entry("a"), entry("a", 2)], facts())
+        build_manifest([entry("a"), entry("a", 2)], make_facts())
 
 
 def test_a_checkpoint_without_files_is_none() -> None:
     with pytest.raises(ValidationError):
-        build_manifest([], facts())
+        build_manifest([], make_facts())
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", "a/../../b", "a//b", "./a"])

@@ -22,7 +22,7 @@ from moejob_trainer.checkpoints.policy import (
 )
 from moejob_trainer.checkpoints.verification import FolderState, ListedFolder
 from moejob_trainer.runtime.fencing import FenceToken
-from trainer.checkpoints.stand_ins import facts
+from trainer.checkpoints.stand_ins import make_facts
 
 MINUTE = 60.0
 STEPS = Checkpoint(every_steps=50)
@@ -105,7 +105,7 @@ def judged(text: str) -> list[CheckpointFacts]:
     made = []
     for name, _, value in (word.partition("=") for word in text.split()):
         folder = _folder(name)
-        plain = facts(folder.step, folder.token.attempt, folder.token.restart)
+        plain = make_facts(folder.step, folder.token.attempt, folder.token.restart)
         evaluation = EvaluationFacts(measure="evalLoss", value=float(value)) if value else None
         made.append(plain.model_copy(update={"evaluation": evaluation}))
     return made

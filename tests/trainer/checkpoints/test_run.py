@@ -11,7 +11,16 @@ import pytest
 from moejob_trainer.checkpoints import RunOwner, SingleRank, acquire_run_folder
 from moejob_trainer.checkpoints.run import find_resume_checkpoint, resume_folder
 from moejob_trainer.errors import BadConfiguration
-from trainer.checkpoints.stand_ins import FragileDisk, ThreadCoordinators, flip, moment, place, policy, saved, store
+from trainer.checkpoints.stand_ins import (
+    FragileDisk,
+    ThreadCoordinators,
+    flip_bit,
+    make_policy,
+    make_run_folder,
+    make_save_request,
+    open_store,
+    save_steps,
+)
 
 OURS = RunOwner(job="sft", uid="uid-1")
 OTHER = RunOwner(job="sft", uid="uid-2")
@@ -87,14 +96,14 @@ def test_a_job_does_not_resume_from_itself(resume_from: str) -> None:
     ("named", "step"), [(".", 20), ("checkpoints", 20), ("checkpoints/step-10.0.0", 10)], ids=["run", "all", "one"]
 )
 def test_a_run_its_checkpoints_or_one_of_them_can_be_resumed_from(tmp_path: Path, named: str, step: int) -> None:
-    saved(tmp_path, 10, 20)
+    save_steps(tmp_path, 10, 20)
     assert find_resume_checkpoint("sft", tmp_path / named, SingleRank()).folder.step == step
 
 
 def test_a_damaged_one_is_fallen_back_from_and_left_as_it_is(tmp_path: Path) -> None:
-    _, newest = saved(tmp_path / "sft", 10, 20)
-    flip(newest / "__0_0.distcp")
-    run = store(place(tmp_path / "grpo", uid="uid-2"), policy(resume_from="sft"))
+    _, newest = save_steps(tmp_path / "sft", 10, 20)
+    flip_bit(newest / "__0_0.distcp")
+    run = open_store(make_run_folder(tmp_path / "grpo", uid="uid-2"), make_policy(resume_from="sft"))
     found = run.start()
     assert found is not None
     assert found.folder.step == 10
@@ -111,24 +120,24 @@ def test_a_damaged_one_is_fallen_back_from_and_left_as_it_is(tmp_path: Path) -> 
     ],
 )
 def test_nothing_good_to_resume_from_is_said_in_words(tmp_path: Path, resume_from: str, reason: str) -> None:
-    (newest,) = saved(tmp_path / "sft", 20)
-    flip(newest / "__0_0.distcp")
+    (newest,) = save_steps(tmp_path / "sft", 20)
+    flip_bit(newest / "__0_0.distcp")
     with pytest.raises(BadConfiguration, match=f"checkpoint.resumeFrom {resume_from} names .*{reason}"):
         find_resume_checkpoint(resume_from, resume_folder(resume_from, tmp_path / "grpo"), SingleRank())
 
 
 def test_every_rank_resumes_from_the_same(tmp_path: Path) -> None:
-    saved(tmp_path, 10, 20)
-    found = ThreadCoordinators(2).together(lambda rank: find_resume_checkpoint("sft", tmp_path, rank))
+    save_steps(tmp_path, 10, 20)
+    found = ThreadCoordinators(2).run_on_ranks(lambda rank: find_resume_checkpoint("sft", tmp_path, rank))
     assert found == [find_resume_checkpoint("sft", tmp_path, SingleRank())] * 2
 
 
 def test_own_checkpoints_win_over_resume_from(tmp_path: Path) -> None:
-    saved(tmp_path / "sft", 900)
-    how = policy(resume_from="sft")
-    first = store(place(tmp_path / "grpo", uid="uid-2"), how)
+    save_steps(tmp_path / "sft", 900)
+    how = make_policy(resume_from="sft")
+    first = open_store(make_run_folder(tmp_path / "grpo", uid="uid-2"), how)
     began = first.start()
-    first.save(moment(1))
+    first.save(make_save_request(1))
     shutil.rmtree(tmp_path / "sft")
-    again = store(place(tmp_path / "grpo", attempt=1, uid="uid-2"), how).start()
+    again = open_store(make_run_folder(tmp_path / "grpo", attempt=1, uid="uid-2"), how).start()
     assert [one.folder.step for one in (began, again) if one is not None] == [900, 1]

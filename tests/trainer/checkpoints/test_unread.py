@@ -13,7 +13,17 @@ from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.checkpoints.run import find_resume_checkpoint
 from moejob_trainer.errors import TransientFailure
-from trainer.checkpoints.stand_ins import FragileDisk, Inline, Writer, flip, moment, place, policy, saved, store
+from trainer.checkpoints.stand_ins import (
+    FragileDisk,
+    InlineExecutor,
+    StateWriter,
+    flip_bit,
+    make_policy,
+    make_run_folder,
+    make_save_request,
+    open_store,
+    save_steps,
+)
 
 
 def break_off(checkpoint: Path) -> Callable[[], object]:
@@ -26,7 +36,7 @@ def break_off(checkpoint: Path) -> Callable[[], object]:
 
 
 def found_step(folder: Path, attempt: int, keep: int = 2) -> int | None:
-    found = store(place(folder, attempt), policy(keep)).start()
+    found = open_store(make_run_folder(folder, attempt), make_policy(keep)).start()
     return None if found is None else found.folder.step
 
 
@@ -35,7 +45,7 @@ def steps_there(run: Path) -> list[str]:
 
 
 def test_an_error_that_passes_costs_a_start_and_no_checkpoint(tmp_path: Path) -> None:
-    *_, newest = saved(tmp_path, 10, 20)
+    *_, newest = save_steps(tmp_path, 10, 20)
     repair = break_off(newest)
     with pytest.raises(TransientFailure, match=r"step-20.0.0: manifest.json cannot be read: Input/output error"):
         found_step(tmp_path, 1)
@@ -46,25 +56,25 @@ def test_an_error_that_passes_costs_a_start_and_no_checkpoint(tmp_path: Path) ->
 
 
 def test_an_error_that_lasts_costs_one_start_and_the_steps_since_the_one_before(tmp_path: Path) -> None:
-    *_, newest = saved(tmp_path, 10, 20)
+    *_, newest = save_steps(tmp_path, 10, 20)
     break_off(newest)
     with pytest.raises(TransientFailure, match="resumes from step 10 if it cannot either"):
         found_step(tmp_path, 1)
-    run = store(place(tmp_path, attempt=2), policy(keep=1))
+    run = open_store(make_run_folder(tmp_path, attempt=2), make_policy(keep=1))
     found = run.start()
     assert found is not None
     assert found.folder.step == 10
     # The only good one is not deleted in favour of one that nothing is known of.
     assert steps_there(tmp_path) == ["step-10.0.0", "step-20.0.0"]
-    run.save(moment(15))
+    run.save(make_save_request(15))
     assert steps_there(tmp_path) == ["step-15.2.0", "step-20.0.0"]
     assert not (newest / "rejected.json").exists()
-    run.save(moment(20))
+    run.save(make_save_request(20))
     assert steps_there(tmp_path) == ["step-20.2.0"]
 
 
 def test_a_checkpoint_that_was_passed_over_counts_as_soon_as_it_can_be_read(tmp_path: Path) -> None:
-    *_, newest = saved(tmp_path, 10, 20)
+    *_, newest = save_steps(tmp_path, 10, 20)
     repair = break_off(newest)
     with pytest.raises(TransientFailure):
         found_step(tmp_path, 1)
@@ -74,7 +84,7 @@ def test_a_checkpoint_that_was_passed_over_counts_as_soon_as_it_can_be_read(tmp_
 
 
 def test_a_run_of_which_nothing_can_be_read_is_tried_again_however_often(tmp_path: Path) -> None:
-    repairs = [break_off(path) for path in saved(tmp_path, 10, 20)]
+    repairs = [break_off(path) for path in save_steps(tmp_path, 10, 20)]
     for attempt in (1, 2, 3):
         with pytest.raises(TransientFailure, match="none is good beside them, so the next start tries again"):
             found_step(tmp_path, attempt)
@@ -84,9 +94,9 @@ def test_a_run_of_which_nothing_can_be_read_is_tried_again_however_often(tmp_pat
 
 
 def test_damage_beside_what_cannot_be_read_is_no_reason_to_give_up(tmp_path: Path) -> None:
-    older, newest = saved(tmp_path, 10, 20)
+    older, newest = save_steps(tmp_path, 10, 20)
     repair = break_off(older)
-    flip(newest / "__0_0.distcp")
+    flip_bit(newest / "__0_0.distcp")
     with pytest.raises(TransientFailure, match=r"step-10.0.0"):
         found_step(tmp_path, 1)
     repair()
@@ -95,7 +105,7 @@ def test_damage_beside_what_cannot_be_read_is_no_reason_to_give_up(tmp_path: Pat
 
 
 def test_an_older_checkpoint_that_cannot_be_read_while_others_are_deleted_stays(tmp_path: Path) -> None:
-    older, _, _ = saved(tmp_path, 10, 20, 30)
+    older, _, _ = save_steps(tmp_path, 10, 20, 30)
     repair = break_off(older)
     assert found_step(tmp_path, 1, keep=1) == 30
     assert steps_there(tmp_path) == ["step-10.0.0", "step-30.0.0"]
@@ -105,7 +115,7 @@ def test_an_older_checkpoint_that_cannot_be_read_while_others_are_deleted_stays(
 
 
 def test_another_run_that_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
-    *_, newest = saved(tmp_path / "other", 10, 20)
+    *_, newest = save_steps(tmp_path / "other", 10, 20)
     repair = break_off(newest)
     with pytest.raises(TransientFailure, match="checkpoints cannot be read now: step-20"):
         find_resume_checkpoint("other", tmp_path / "other", SingleRank())
@@ -117,12 +127,12 @@ def test_the_best_checkpoint_is_tried_once_more_before_a_lesser_one_is_exported(
     def run(attempt: int) -> CheckpointStore:
         how = Checkpoint(keep=1, keep_best=2, asynchronous=False)
         made = CheckpointStore(
-            place(tmp_path, attempt),
+            make_run_folder(tmp_path, attempt),
             how,
             SingleRank(),
-            Writer(FragileDisk()),
+            StateWriter(FragileDisk()),
             FragileDisk(),
-            background=Inline(),
+            background=InlineExecutor(),
             measure="evalLoss",
         )
         made.start()
@@ -130,7 +140,7 @@ def test_the_best_checkpoint_is_tried_once_more_before_a_lesser_one_is_exported(
 
     first = run(0)
     for step, value in ((10, 1.0), (20, 2.0)):
-        first.save(replace(moment(step), evaluation=EvaluationFacts(measure="evalLoss", value=value)))
+        first.save(replace(make_save_request(step), evaluation=EvaluationFacts(measure="evalLoss", value=value)))
     repair = break_off(tmp_path / "checkpoints/step-10.0.0")
     with pytest.raises(TransientFailure, match=r"step-10.0.0: manifest.json cannot be read"):
         first.find_best()

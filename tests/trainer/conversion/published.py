@@ -46,7 +46,7 @@ def random_model(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
     return model
 
 
-def saved(folder: Path, values: dict[str, Any], *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_published(folder: Path, values: dict[str, Any], *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """A folder that save_pretrained wrote."""
     random_model(values, dtype).save_pretrained(folder, **options)
     return folder
@@ -54,7 +54,9 @@ def saved(folder: Path, values: dict[str, Any], *, dtype: torch.dtype = torch.fl
 
 def saved_with_mtp(folder: Path, values: dict[str, Any]) -> Path:
     """The same with one MTP module, in the way DeepSeek publishes it: one more layer, and what is special about it."""
-    saved(folder, values | {"num_hidden_layers": values["num_hidden_layers"] + 1, "num_nextn_predict_layers": 0})
+    save_published(
+        folder, values | {"num_hidden_layers": values["num_hidden_layers"] + 1, "num_nextn_predict_layers": 0}
+    )
     random_model(values).config.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | _mtp(tensors, values), folder / "model.safetensors", {"format": "pt"})

@@ -34,7 +34,7 @@ from trainer.conversion.published import (
     blank,
     cut,
     random_model,
-    saved,
+    save_published,
     saved_with_mtp,
     table_of,
     values_of,
@@ -64,7 +64,7 @@ def imported(folder: Path, values: dict[str, Any], place: Coordinates | None = N
 def test_every_weight_is_where_transformers_uses_it(family: Family, tmp_path: Path) -> None:
     values = values_of(family, **SWITCHES.get(family, {}))
     model = random_model(values)
-    ours = imported(saved(tmp_path, values), values)
+    ours = imported(save_published(tmp_path, values), values)
     seen = set[str]()
     for index, layer in enumerate(model.model.layers):
         for name, expected in layer_weights(layer, values).items():
@@ -189,7 +189,7 @@ PLACES = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_reads_its_slice_of_the_whole(family: Family, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     values = values_of(family)
-    folder = saved(tmp_path, values)
+    folder = save_published(tmp_path, values)
     whole, found = imported(folder, values), table_of(values)
     for ranks in product(*map(range, sizes)):
         place = Coordinates(ranks[0], sizes[0], ranks[1], sizes[1], ranks[2], sizes[2])
@@ -214,7 +214,7 @@ class Counted(SafetensorsFolder):
 def test_a_rank_reads_as_many_numbers_as_it_holds_and_never_more_than_a_tensor(family: Family, tmp_path: Path) -> None:
     values = values_of(family, vocab_size=128)
     found, place = table_of(values), Coordinates(1, 2, 1, 2, 1, 2)
-    source = open_published_checkpoint(saved(tmp_path, values), found)
+    source = open_published_checkpoint(save_published(tmp_path, values), found)
     counted = Counted(tmp_path, source.checkpoint.tensors)
     state = blank(found, place)
     import_weights(state, replace(source, checkpoint=counted), place)
@@ -249,7 +249,7 @@ def test_a_model_without_those_modules_leaves_them_out_and_says_so(tmp_path: Pat
 
 def test_an_output_projection_that_is_the_embedding_is_read_once(tmp_path: Path) -> None:
     values = values_of(Family.QWEN2, tie_word_embeddings=True)
-    state = imported(saved(tmp_path, values), values)
+    state = imported(save_published(tmp_path, values), values)
     assert "output.weight" not in state
     assert torch.equal(state["embedding.weight"][:40], random_model(values).model.embed_tokens.weight)
 
@@ -257,14 +257,14 @@ def test_an_output_projection_that_is_the_embedding_is_read_once(tmp_path: Path)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_rows_beyond_the_vocabulary_are_zero(rank: int, tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    state = imported(saved(tmp_path, values), values, Coordinates(rank, 4))
+    state = imported(save_published(tmp_path, values), values, Coordinates(rank, 4))
     assert state["embedding.weight"].shape == (32, 32)
     assert bool((state["embedding.weight"] == 0).all()) == (rank == 3)
 
 
 def test_rows_that_are_half_inside_the_vocabulary_are_zero_from_there_on(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    state = imported(saved(tmp_path, values), values, Coordinates(1, 4))
+    state = imported(save_published(tmp_path, values), values, Coordinates(1, 4))
     assert bool((state["output.weight"][:8] != 0).all())
     assert bool((state["output.weight"][8:] == 0).all())
 
@@ -273,7 +273,7 @@ def test_weights_are_held_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3)
     found = table_of(values)
     state = blank(found, Coordinates(), torch.bfloat16)
-    import_weights(state, open_published_checkpoint(saved(tmp_path, values), found), Coordinates())
+    import_weights(state, open_published_checkpoint(save_published(tmp_path, values), found), Coordinates())
     exact = imported(tmp_path, values)
     for parameter in found.parameters:
         expected = torch.float32 if parameter.is_buffer else torch.bfloat16
@@ -282,8 +282,8 @@ def test_weights_are_held_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     values = values_of(Family.QWEN3_MOE)
-    sharded = imported(saved(tmp_path / "sharded", values, max_shard_size="40KB"), values)
-    whole = imported(saved(tmp_path / "whole", values), values)
+    sharded = imported(save_published(tmp_path / "sharded", values, max_shard_size="40KB"), values)
+    whole = imported(save_published(tmp_path / "whole", values), values)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
     assert all(torch.equal(sharded[name], whole[name]) for name in whole)
 
@@ -292,7 +292,7 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
 def test_a_part_read_alone_is_the_part_that_is_filled_in(place: Coordinates, tmp_path: Path) -> None:
     values = values_of(Family.GPT_OSS)
     source, state = (
-        open_published_checkpoint(saved(tmp_path, values), table_of(values)),
+        open_published_checkpoint(save_published(tmp_path, values), table_of(values)),
         imported(tmp_path, values, place),
     )
     for parameter in source.table.parameters:
@@ -433,7 +433,7 @@ INDEX = "model.safetensors.index.json"
 )
 def test_a_broken_checkpoint_is_refused_in_words(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     values = values_of(Family.MIXTRAL)
-    saved(tmp_path, values)
+    save_published(tmp_path, values)
     damage(tmp_path)
     with pytest.raises(InvalidSpec, match=message):
         imported(tmp_path, values)
@@ -441,7 +441,7 @@ def test_a_broken_checkpoint_is_refused_in_words(damage: Callable[[Path], None],
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    saved(tmp_path, values, max_shard_size="20KB")
+    save_published(tmp_path, values, max_shard_size="20KB")
     index = json.loads((tmp_path / INDEX).read_text())
     first, *_, last = sorted(set(index["weight_map"].values()))
     swapped = {first: last, last: first}
@@ -453,7 +453,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     values = values_of(Family.MIXTRAL)
-    saved(tmp_path, values)
+    save_published(tmp_path, values)
     dropped(NORM)(tmp_path)
     stored("model.extra.weight", torch.ones(2))(tmp_path)
     stored("lm_head.weight", torch.ones(3, 2))(tmp_path)
@@ -469,21 +469,21 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_output_projection_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    saved(tmp_path, values)
+    save_published(tmp_path, values)
     with pytest.raises(InvalidSpec, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         imported(tmp_path, values | {"tie_word_embeddings": True})
 
 
 def test_missing_modules_for_further_tokens_are_told_from_missing_layers(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3)
-    saved(tmp_path, values)
+    save_published(tmp_path, values)
     with pytest.raises(InvalidSpec, match=r"without its MTP modules: set training.mtpLossCoefficient to 0"):
         imported(tmp_path, values | {"num_nextn_predict_layers": 1})
 
 
 def test_old_files_may_repeat_what_the_rotary_layer_computes(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    saved(tmp_path, values)
+    save_published(tmp_path, values)
     stored("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(5))(tmp_path)
     assert imported(tmp_path, values).keys() == {parameter.name for parameter in table_of(values).parameters}
 
@@ -498,4 +498,6 @@ def test_old_files_may_repeat_what_the_rotary_layer_computes(tmp_path: Path) -> 
 def test_a_module_that_holds_something_else_is_a_bug(state: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
     with pytest.raises(ValueError, match=message):
-        import_weights(state, open_published_checkpoint(saved(tmp_path, values), table_of(values)), Coordinates())
+        import_weights(
+            state, open_published_checkpoint(save_published(tmp_path, values), table_of(values)), Coordinates()
+        )

@@ -31,7 +31,7 @@ from moejob_trainer.conversion.safetensors_writer import (
 )
 from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.model.parameters import Coordinates
-from trainer.conversion.published import FAMILIES, blank, saved, saved_with_mtp, table_of, values_of
+from trainer.conversion.published import FAMILIES, blank, save_published, saved_with_mtp, table_of, values_of
 from trainer.conversion.ranks import Cell, Outcome, outcome
 from trainer.worlds import Worlds
 
@@ -51,7 +51,7 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, tuple[dict[str, Any], Path]]:
+def published_models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, tuple[dict[str, Any], Path]]:
     """One checkpoint of each family; those that can have MTP modules have one."""
     return {family: one_of(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
 
@@ -61,7 +61,7 @@ def one_of(family: Family, folder: Path) -> tuple[dict[str, Any], Path]:
         values = values_of(family, num_nextn_predict_layers=1)
         return values, saved_with_mtp(folder, values)
     values = values_of(family)
-    return values, saved(folder, values)
+    return values, save_published(folder, values)
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
@@ -105,10 +105,10 @@ def test_ranks_that_each_hold_a_part_write_what_was_published(
     family: Family,
     parallelism: Parallelism,
     worlds: Worlds,
-    published: dict[Family, tuple[dict[str, Any], Path]],
+    published_models: dict[Family, tuple[dict[str, Any], Path]],
     tmp_path: Path,
 ) -> None:
-    values, source = published[family]
+    values, source = published_models[family]
     outcomes = _outcomes(worlds, Cell(values, parallelism, source, tmp_path / "export"))
     assert_same_bits(contents(tmp_path / "export"), contents(source))
     streamed = [name for outcome in outcomes for name in outcome.streamed]
@@ -117,9 +117,9 @@ def test_ranks_that_each_hold_a_part_write_what_was_published(
 
 
 def test_experts_are_written_by_their_own_ranks(
-    worlds: Worlds, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
+    worlds: Worlds, published_models: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
-    values, source = published[Family.QWEN3_MOE]
+    values, source = published_models[Family.QWEN3_MOE]
     outcomes = _outcomes(worlds, Cell(values, Parallelism(expert=4), source, tmp_path / "export"))
     owned = [{name.split(".")[5] for name in outcome.streamed if ".experts." in name} for outcome in outcomes]
     assert owned == [{"0", "1"}, {"2", "3"}, {"4", "5"}, {"6", "7"}]
@@ -127,16 +127,16 @@ def test_experts_are_written_by_their_own_ranks(
 
 def test_an_embedding_on_both_ends_of_the_pipeline_is_written_once(worlds: Worlds, tmp_path: Path) -> None:
     values = values_of(Family.QWEN2, tie_word_embeddings=True)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     outcomes = _outcomes(worlds, Cell(values, Parallelism(tensor=2, pipeline=2), source, tmp_path / "export"))
     assert_same_bits(contents(tmp_path / "export"), contents(source))
     assert [outcome.streamed.count("model.embed_tokens.weight") for outcome in outcomes] == [1, 0, 0, 0]
 
 
 def test_files_stay_below_their_size_and_the_index_finds_every_tensor(
-    worlds: Worlds, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
+    worlds: Worlds, published_models: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
-    values, source = published[Family.MIXTRAL]
+    values, source = published_models[Family.MIXTRAL]
     cell = Cell(values, Parallelism(expert=2, tensor=2), source, tmp_path / "export", most_shard_bytes=20_000)
     report = _outcomes(worlds, cell)[0].report
     assert len(report.files) > 8
@@ -169,7 +169,7 @@ def test_parts_that_were_put_together_wrongly_are_found(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_an_export_as_it_was(family: Family, tmp_path: Path) -> None:
     values = values_of(family)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     exported(values, source, tmp_path / "export", most_shard_bytes=50_000)
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "export")]
     tokens = torch.arange(12)[None]
@@ -180,7 +180,7 @@ def test_transformers_loads_an_export_as_it_was(family: Family, tmp_path: Path) 
 @pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GPT_OSS])
 def test_weights_in_bfloat16_are_exported_as_such_and_buffers_in_float32(family: Family, tmp_path: Path) -> None:
     values = values_of(family)
-    source = saved(tmp_path / "source", values, dtype=torch.bfloat16)
+    source = save_published(tmp_path / "source", values, dtype=torch.bfloat16)
     state = held(values, source, torch.bfloat16)
     export_weights(state, table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", source))
     # Transformers loads those buffers in float32, whatever they were saved in.
@@ -191,7 +191,7 @@ def test_weights_in_bfloat16_are_exported_as_such_and_buffers_in_float32(family:
 
 def test_an_export_is_cast_where_another_type_is_asked_for(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     exported(values, source, tmp_path / "export", dtype=torch.bfloat16)
     for name, tensor in contents(source).items():
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
@@ -201,7 +201,7 @@ def test_an_export_is_cast_where_another_type_is_asked_for(tmp_path: Path) -> No
 
 def test_the_report_has_the_checksum_of_every_tensor(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     report = exported(values, source, tmp_path / "export")
     expected = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in contents(source).items()}
     assert dict(report.checksums) == expected
@@ -210,7 +210,7 @@ def test_the_report_has_the_checksum_of_every_tensor(tmp_path: Path) -> None:
 
 def test_config_and_tokenizer_go_along_and_older_weights_do_not(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"):
         (source / name).write_text(name)
     (source / "pytorch_model.bin").write_text("old")
@@ -233,8 +233,8 @@ def test_a_model_trained_without_its_mtp_module_says_so(tmp_path: Path) -> None:
 
 def test_a_config_of_another_model_is_not_exported_with(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
-    other = saved(tmp_path / "other", values | {"intermediate_size": 24})
+    source = save_published(tmp_path / "source", values)
+    other = save_published(tmp_path / "other", values | {"intermediate_size": 24})
     with pytest.raises(ValueError, match="describes another model"):
         export_weights(held(values, source), table_of(values), ModelGroups(), ExportTarget(tmp_path / "export", other))
     assert not (tmp_path / "export").exists()
@@ -242,7 +242,7 @@ def test_a_config_of_another_model_is_not_exported_with(tmp_path: Path) -> None:
 
 def test_an_export_replaces_an_older_one_and_what_a_crash_left(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     for name in ("export", ".export.unfinished", ".export.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model-00001-of-00009.safetensors").write_text("old")
@@ -264,7 +264,7 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 
 def test_storage_that_fills_up_leaves_the_older_export_and_the_next_one_succeeds(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source, newer = saved(tmp_path / "source", values), held(values, tmp_path / "source")
+    source, newer = save_published(tmp_path / "source", values), held(values, tmp_path / "source")
     exported(values, source, tmp_path / "export")
     newer["final_norm.weight"] += 1
     target = ExportTarget(tmp_path / "export", source)
@@ -288,7 +288,7 @@ def test_an_export_that_cannot_fit_is_refused_before_anything_is_written(tmp_pat
 
 def test_an_older_export_survives_one_that_fails(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     state = held(values, source)
     exported(values, source, tmp_path / "export")
     state["final_norm.weight"] = torch.ones(3)
@@ -299,7 +299,7 @@ def test_an_older_export_survives_one_that_fails(tmp_path: Path) -> None:
 
 def test_a_model_that_nobody_holds_all_of_is_not_exported(tmp_path: Path) -> None:
     values = values_of(Family.LLAMA)
-    source = saved(tmp_path / "source", values)
+    source = save_published(tmp_path / "source", values)
     state = held(values, source)
     del state["layers.1.mlp_norm.weight"]
     with pytest.raises(ValueError, match=r"no rank holds all of layers\.1\.mlp_norm\.weight"):

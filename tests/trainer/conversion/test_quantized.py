@@ -18,7 +18,7 @@ from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
 from moejob_trainer.conversion.quantized import open_tensor_source
 from moejob_trainer.model.parameters import Coordinates
-from trainer.conversion.published import blank, cut, saved, table_of, values_of
+from trainer.conversion.published import blank, cut, save_published, table_of, values_of
 
 # Rows by columns that share a scale; the second does not divide all sizes, as 128 does not in DeepSeek-V3.
 BLOCKS = [(4, 8), (7, 5)]
@@ -26,7 +26,7 @@ BLOCKS = [(4, 8), (7, 5)]
 
 def eighths(folder: Path, values: dict[str, Any], block: tuple[int, int]) -> dict[str, Tensor]:
     """A checkpoint whose projections are FP8 in blocks; returns what they mean, multiplied out."""
-    tensors = load_file(saved(folder, values) / "model.safetensors")
+    tensors = load_file(save_published(folder, values) / "model.safetensors")
     meant = dict(tensors)
     for name in [name for name in tensors if "proj" in name and name.endswith(".weight")]:
         small = tensors[name].to(torch.float8_e4m3fn)
@@ -43,7 +43,7 @@ def eighths(folder: Path, values: dict[str, Any], block: tuple[int, int]) -> dic
 
 def fours(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
     """A checkpoint whose experts are packed as gpt-oss publishes them; returns what Transformers makes of them."""
-    tensors = load_file(saved(folder, values) / "model.safetensors")
+    tensors = load_file(save_published(folder, values) / "model.safetensors")
     meant = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape

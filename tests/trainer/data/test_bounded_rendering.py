@@ -12,9 +12,9 @@ from moejob_trainer.data.chat_template import ChatTemplate
 from moejob_trainer.data.conversations import read_conversation
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
-from trainer.training_data import chat
+from trainer.training_data import make_chat
 
-CHAT = read_conversation(Record(chat("hi", "hello"), "chats.jsonl, line 3"))
+CHAT = read_conversation(Record(make_chat("hi", "hello"), "chats.jsonl, line 3"))
 DOUBLED = "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
 

@@ -19,7 +19,7 @@ from moejob_trainer.data.conversations import read_conversation
 from moejob_trainer.data.encoding import RecordKind, Sample, build_encoder
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
-from trainer.training_data import assistant, chat, user
+from trainer.training_data import assistant, make_chat, user
 
 CHAT = RecordKind(DataFormat.CHAT)
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,7 +34,7 @@ TOOL_CHAT = {
     "tools": [WEATHER],
 }
 SYSTEM_CHAT = {
-    "messages": [{"role": "system", "content": "be brief"}, *chat("hi", "hello", "bye", "see you")["messages"]]
+    "messages": [{"role": "system", "content": "be brief"}, *make_chat("hi", "hello", "bye", "see you")["messages"]]
 }
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda text: "<|" not in text)
@@ -47,13 +47,13 @@ def tokenizer(*special: str) -> PreTrainedTokenizerBase:
     return found
 
 
-def published(name: str) -> str:
+def read_published_template(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
 def changed(name: str) -> str:
     """The same under a text that is not published."""
-    return published(name) + "{# ours #}"
+    return read_published_template(name) + "{# ours #}"
 
 
 def encoded(
@@ -74,24 +74,24 @@ def trained_texts(
 
 
 def test_only_what_the_assistant_says_is_trained_on_and_the_end_of_it() -> None:
-    using, sample = encoded(chat("3 + 4", "7", "say hello", "hello"))
+    using, sample = encoded(make_chat("3 + 4", "7", "say hello", "hello"))
     text = "<|user|>3 + 4<|end|><|assistant|>7<|end|><|user|>say hello<|end|><|assistant|>hello<|end|>"
     assert using.decode(sample.tokens) == text
-    assert trained_texts(chat("3 + 4", "7", "say hello", "hello")) == ["7<|end|>", "hello<|end|>"]
+    assert trained_texts(make_chat("3 + 4", "7", "say hello", "hello")) == ["7<|end|>", "hello<|end|>"]
 
 
 def test_a_message_without_words_does_not_spread_to_its_neighbours() -> None:
     # Nothing stands between the two marks, though they stand within the token " is".
     template = "{% for m in messages %}<|user|>{{ m.content }} i{% generation %}{% endgeneration %}s{% endfor %}"
     with_end = template + "{% generation %}<|end|>{% endgeneration %}"
-    assert trained_texts(chat("a", "b"), with_end) == ["<|end|>"]
+    assert trained_texts(make_chat("a", "b"), with_end) == ["<|end|>"]
 
 
 def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets_are_trained_on() -> None:
     using = tokenizer()
     using.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '  ' }}{% endgeneration %}{% endfor %}"
-    sample = build_encoder(CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
+    sample = build_encoder(CHAT, using, template)(Record(make_chat(" a", "b"), "chats.jsonl, line 3"))
     assert using.decode(sample.tokens[sample.trained_mask]) == " a  b  "
 
 
@@ -134,14 +134,14 @@ def test_a_message_of_weight_0_is_read_and_not_trained_on(template: str | None) 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        pytest.param(chat("a", "first", "b", "second"), ["second<|end|>"], id="an exchange"),
+        pytest.param(make_chat("a", "first", "b", "second"), ["second<|end|>"], id="an exchange"),
         pytest.param(
-            {**TOOL_CHAT, "messages": [*chat("a", "b")["messages"], *TOOL_CHAT["messages"]]},
+            {**TOOL_CHAT, "messages": [*make_chat("a", "b")["messages"], *TOOL_CHAT["messages"]]},
             ['<|call|>{"name": "weather", "arguments": {"city": "Łódź"}}<|end|>', "it is 🌞<|end|>"],
             id="a call and what is said of its answer",
         ),
         pytest.param(
-            {"messages": [*chat("a", "first", "b", "second")["messages"], user("and?")]},
+            {"messages": [*make_chat("a", "first", "b", "second")["messages"], user("and?")]},
             ["second<|end|>"],
             id="a question left open",
         ),
@@ -160,7 +160,7 @@ def test_earlier_answers_that_a_template_changes_are_no_matter_where_the_last_tu
     changing = UNMARKED.replace(
         "{{ message.content or '' }}", "{{ message.content }}{% if not loop.last %}!{% endif %}"
     )
-    fields = chat("a", "first", "b", "second")
+    fields = make_chat("a", "first", "b", "second")
     with pytest.raises(BadData, match="message 2: the chat template writes this assistant message differently"):
         trained_texts(fields, changing)
     assert trained_texts(fields, changing, turns=TrainedTurns.LAST) == ["second<|end|>"]
@@ -179,7 +179,7 @@ def test_a_conversation_in_which_all_weighs_nothing_is_refused_with_the_place() 
 
 
 @pytest.mark.parametrize(
-    "fields", [TOOL_CHAT, SYSTEM_CHAT, chat("ÄÖ", "日本語 text")], ids=["tools", "system", "unicode"]
+    "fields", [TOOL_CHAT, SYSTEM_CHAT, make_chat("ÄÖ", "日本語 text")], ids=["tools", "system", "unicode"]
 )
 def test_without_marks_the_same_is_trained_on_as_with_them(fields: dict[str, Any]) -> None:
     _, marked = encoded(fields)
@@ -190,7 +190,7 @@ def test_without_marks_the_same_is_trained_on_as_with_them(fields: dict[str, Any
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
 def test_the_mask_is_the_one_of_transformers(turns: list[tuple[str, str]]) -> None:
-    fields = chat(*(text for turn in turns for text in turn))
+    fields = make_chat(*(text for turn in turns for text in turn))
     using, sample = encoded(fields)
     reference: Any = using.apply_chat_template(
         fields["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -201,7 +201,7 @@ def test_the_mask_is_the_one_of_transformers(turns: list[tuple[str, str]]) -> No
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
 def test_a_tokenizer_that_does_not_tell_characters_gives_the_same_mask(turns: list[tuple[str, str]]) -> None:
-    record = Record(chat(*(text for turn in turns for text in turn)), "chats.jsonl, line 3")
+    record = Record(make_chat(*(text for turn in turns for text in turn)), "chats.jsonl, line 3")
     without_offsets: Any = Slow()
     fast, slow = (build_encoder(CHAT, using, None)(record) for using in (tokenizer(), without_offsets))
     assert (slow.tokens.tolist(), slow.trained_mask.tolist()) == (fast.tokens.tolist(), fast.trained_mask.tolist())
@@ -235,14 +235,14 @@ LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
         pytest.param("qwen2_5", CHATML, TOOL_CHAT, id="Qwen 2.5, tools"),
         pytest.param("qwen3_instruct_2507", CHATML, SYSTEM_CHAT, id="Qwen 3 Instruct, several turns"),
         pytest.param("qwen3_instruct_2507", CHATML, TOOL_CHAT, id="Qwen 3 Instruct, tools"),
-        pytest.param("qwen3", CHATML, chat("hi", "hello"), id="Qwen 3, one turn"),
+        pytest.param("qwen3", CHATML, make_chat("hi", "hello"), id="Qwen 3, one turn"),
     ],
 )
 def test_derived_masks_of_published_templates_are_those_of_their_marked_variants(
     name: str, special: tuple[str, ...], fields: dict[str, Any]
 ) -> None:
-    derived = trained_texts(fields, published(name), *special)
-    marked = trained_texts(fields, published(f"{name}_training"), *special)
+    derived = trained_texts(fields, read_published_template(name), *special)
+    marked = trained_texts(fields, read_published_template(f"{name}_training"), *special)
     # TRL lets the assistant say the line break after the end of its turn, and with Qwen 2.5 the one that the prompt for
     # its answer already ends with.
     assert derived == [text.removesuffix("\n").removeprefix("\n") for text in marked]
@@ -251,8 +251,8 @@ def test_derived_masks_of_published_templates_are_those_of_their_marked_variants
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
 def test_derived_masks_of_llama_are_what_the_assistant_says(name: str) -> None:
-    assert trained_texts(SYSTEM_CHAT, published(name), *LLAMA) == ["hello<|eot_id|>", "see you<|eot_id|>"]
-    assert trained_texts(TOOL_CHAT, published(name), *LLAMA) == [
+    assert trained_texts(SYSTEM_CHAT, read_published_template(name), *LLAMA) == ["hello<|eot_id|>", "see you<|eot_id|>"]
+    assert trained_texts(TOOL_CHAT, read_published_template(name), *LLAMA) == [
         '{"name": "weather", "parameters": {"city": "Łódź"}}<|eot_id|>',
         "it is 🌞<|eot_id|>",
     ]
@@ -262,12 +262,22 @@ def test_derived_masks_of_llama_are_what_the_assistant_says(name: str) -> None:
     ("template", "fields", "said"),
     [
         pytest.param(
-            changed("qwen3"), chat("a", "b", "c", "d"), "message 2: the chat template writes this", id="Qwen 3, turns"
+            changed("qwen3"),
+            make_chat("a", "b", "c", "d"),
+            "message 2: the chat template writes this",
+            id="Qwen 3, turns",
         ),
-        pytest.param(changed("deepseekv3"), chat("a", "b"), "message 2: the chat template writes", id="thinks first"),
-        pytest.param(changed("glm4moe"), chat("a", "b"), "message 2: .* without a special token", id="never stops"),
         pytest.param(
-            published("llama3"), TOOL_CHAT, "leaves out the tool weather", id="tools that the template does not know"
+            changed("deepseekv3"), make_chat("a", "b"), "message 2: the chat template writes", id="thinks first"
+        ),
+        pytest.param(
+            changed("glm4moe"), make_chat("a", "b"), "message 2: .* without a special token", id="never stops"
+        ),
+        pytest.param(
+            read_published_template("llama3"),
+            TOOL_CHAT,
+            "leaves out the tool weather",
+            id="tools that the template does not know",
         ),
         pytest.param(
             "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
@@ -277,12 +287,12 @@ def test_derived_masks_of_llama_are_what_the_assistant_says(name: str) -> None:
         ),
         pytest.param(
             "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}",
-            chat("a", "b"),
+            make_chat("a", "b"),
             "marks nothing as the assistant's",
             id="marks around nothing",
         ),
-        pytest.param("{{ raise_exception('no') }}", chat("a", "b"), "the chat template fails: no", id="says no"),
-        pytest.param("{% for %}", chat("a", "b"), "the chat template fails", id="is no template"),
+        pytest.param("{{ raise_exception('no') }}", make_chat("a", "b"), "the chat template fails: no", id="says no"),
+        pytest.param("{% for %}", make_chat("a", "b"), "the chat template fails", id="is no template"),
         pytest.param(None, {"messages": [user("a")]}, "has no assistant message", id="nobody answers"),
     ],
 )
@@ -341,9 +351,9 @@ MESSAGE = "chats.jsonl, line 3, message 1"
             "arguments of f are 3; expected an object",
             id="arguments that are a number",
         ),
-        pytest.param({**chat("a", "b"), "tools": "{"}, "line 3: tools are not JSON", id="tools that are no JSON"),
+        pytest.param({**make_chat("a", "b"), "tools": "{"}, "line 3: tools are not JSON", id="tools that are no JSON"),
         pytest.param(
-            {**chat("a", "b"), "tools": [1]}, r"tools is \[1\]; expected a list of func", id="tools as numbers"
+            {**make_chat("a", "b"), "tools": [1]}, r"tools is \[1\]; expected a list of func", id="tools as numbers"
         ),
     ],
 )

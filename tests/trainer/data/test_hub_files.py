@@ -12,8 +12,8 @@ import pytest
 
 from moejob_api.job.status import RepositoryKind
 from moejob_trainer.data.hub import HubPins
-from trainer.hub import Hub, serving
-from trainer.rows import rows
+from trainer.hub import Hub, serve_hub
+from trainer.rows import make_rows
 
 MODEL = "team/tiny"
 # Beyond what is hashed at each start.
@@ -34,7 +34,7 @@ except BadConfiguration as refusal:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with serving() as found:
+    with serve_hub() as found:
         found.model(MODEL).push(FILES)
         yield found
 
@@ -94,7 +94,7 @@ def test_a_run_keeps_what_the_hub_says_of_each_file(hub: Hub, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    rows(product(NAMES, CHANGES), [("marked.py", renamed), ("marked.py", added), ("model.safetensors", write)]),
+    make_rows(product(NAMES, CHANGES), [("marked.py", renamed), ("marked.py", added), ("model.safetensors", write)]),
 )
 def test_a_file_that_another_job_has_changed_is_refused(
     hub: Hub, tmp_path: Path, name: str, change: Callable[[Path, bytes], None]

@@ -19,8 +19,8 @@ from moejob_trainer.checkpoints.run import folder_of_run
 from moejob_trainer.data import tiny
 from moejob_trainer.data.hub import HubPins, PinnedRepository, is_lasting, require_own_code
 from moejob_trainer.errors import BadConfiguration
-from trainer.hub import Files, Hub, files_of, serving
-from trainer.runs import Runs, steps
+from trainer.hub import Files, Hub, read_files, serve_hub
+from trainer.runs import Runs, read_steps
 
 MODEL, CHATS = "team/tiny", "team/chats"
 JOB: dict[str, Any] = {
@@ -40,7 +40,7 @@ class Marked(PreTrainedTokenizerFast):
 """
 
 
-def model(folder: Path, name: str) -> Files:
+def write_model(folder: Path, name: str) -> Files:
     """A small model with random weights, whose tokenizer is code of its own that leaves a name."""
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -53,7 +53,7 @@ def model(folder: Path, name: str) -> Files:
     about = json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": [None, "marked.Marked"]}}
     settings.write_text(json.dumps(about | {"tokenizer_class": "Marked"}))
     (folder / "marked.py").write_text(CODE.format(name=name))
-    return files_of(folder)
+    return read_files(folder)
 
 
 def chats(word: str) -> Files:
@@ -64,7 +64,7 @@ def chats(word: str) -> Files:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with serving() as found:
+    with serve_hub() as found:
         yield found
 
 
@@ -81,7 +81,7 @@ def started(hub: Hub, runs: Runs, attempt: int, monkeypatch: pytest.MonkeyPatch)
     home.mkdir()
     for name, value in hub.environ(home).items():
         monkeypatch.setenv(name, value)
-    runs.finished(attempt=attempt, training={"maxSteps": attempt}, **JOB)
+    runs.run_to_end(attempt=attempt, training={"maxSteps": attempt}, **JOB)
     corpora = (runs.volume / "job/data").iterdir()
     read = {json.dumps(sorted(hash(path.read_bytes()) for path in corpus.iterdir())) for corpus in corpora}
     return sorted(set((home / "ran").read_text().split())), read
@@ -90,10 +90,10 @@ def started(hub: Hub, runs: Runs, attempt: int, monkeypatch: pytest.MonkeyPatch)
 def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
     hub: Hub, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = {hub.model(MODEL).push(model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
+    first = {hub.model(MODEL).push(write_model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
     code, read = started(hub, runs, 1, monkeypatch)
     assert code == ["first"]
-    second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
+    second = {hub.model(MODEL).push(write_model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
     # Read again, and not taken from what the first start has prepared.
     shutil.rmtree(tmp_path / "volume/job/data")
     hub.asked.clear()
@@ -103,7 +103,7 @@ def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
     assert not any(commit in asked for commit in second)
     pinned = json.loads((tmp_path / "volume/job/hub.json").read_text())["repositories"]
     assert {pin["commit"] for pin in pinned} == first
-    assert [step.step for step in steps(tmp_path / "volume/job")] == [1, 2]
+    assert [step.step for step in read_steps(tmp_path / "volume/job")] == [1, 2]
     # A model that is gone from the hub is on the volume still.
     hub.repositories.clear()
     assert started(hub, runs, 3, monkeypatch)[0] == ["first"]
@@ -112,12 +112,12 @@ def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
 def test_a_run_that_continues_another_uses_its_weights_data_and_code(
     hub: Hub, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = {hub.model(MODEL).push(model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
+    first = {hub.model(MODEL).push(write_model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
     started(hub, runs, 1, monkeypatch)
-    second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
+    second = {hub.model(MODEL).push(write_model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
     hub.asked.clear()
     going_on = {"resumeFrom": "job", "resume": "Run"}
-    reported = runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB).board.read_run()
+    reported = runs.run_to_end("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB).board.read_run()
     assert (tmp_path / "home-1/ran").read_text().split().count("second") == 0
     assert not any(commit in " ".join(hub.asked) for commit in second)
     pinned = json.loads((tmp_path / "volume/next/hub.json").read_text())["repositories"]
@@ -125,7 +125,7 @@ def test_a_run_that_continues_another_uses_its_weights_data_and_code(
     # For the status of the job.
     assert reported is not None
     assert {commit.commit for commit in reported.hub_commits or ()} == first
-    assert [step.step for step in steps(tmp_path / "volume/next")] == [2]
+    assert [step.step for step in read_steps(tmp_path / "volume/next")] == [2]
 
 
 @pytest.mark.parametrize("named", ["a", "a/checkpoints", "a/checkpoints/step-2.1.0"])

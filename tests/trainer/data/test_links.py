@@ -24,7 +24,7 @@ CONFIG = catalog.find_config("moejob/tiny-moe") or {}
 ENVIRON = Path("/proc/self/environ")
 
 
-def model(folder: Path) -> Path:
+def write_model(folder: Path) -> Path:
     """A model without weights."""
     tiny.build_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -57,7 +57,7 @@ def copied(template: Path, target: Path) -> list[str]:
 )
 @pytest.mark.parametrize("name", ["vocab.txt", "more/train.jsonl"])
 def test_a_folder_with_a_link_out_of_it_is_refused(read: Callable[[Path], object], name: str, tmp_path: Path) -> None:
-    folder = model(tmp_path / "claim/model")
+    folder = write_model(tmp_path / "claim/model")
     (folder / "more").mkdir()
     (folder / name).symlink_to(ENVIRON)
     with pytest.raises(BadData, match=f"{name} leads to /proc/.*put the file itself there"):
@@ -65,7 +65,7 @@ def test_a_folder_with_a_link_out_of_it_is_refused(read: Callable[[Path], object
 
 
 def test_links_inside_of_a_folder_and_to_it_are_followed(tmp_path: Path) -> None:
-    folder = model(tmp_path / "v2")
+    folder = write_model(tmp_path / "v2")
     (folder / "tokenizer.json").rename(folder / "kept.json")
     (folder / "tokenizer.json").symlink_to("kept.json")
     (tmp_path / "latest").symlink_to(folder)
@@ -76,7 +76,7 @@ def test_links_inside_of_a_folder_and_to_it_are_followed(tmp_path: Path) -> None
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
     cached = tmp_path / "hub/models--team--tiny"
-    snapshot, blobs = model(cached / "snapshots/0123abcd"), cached / "blobs"
+    snapshot, blobs = write_model(cached / "snapshots/0123abcd"), cached / "blobs"
     blobs.mkdir()
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
@@ -96,7 +96,7 @@ def test_an_export_copies_no_file_from_elsewhere_though_its_link_came_after_the_
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "secret.jinja").write_text("secret")
-    folder = model(tmp_path / "model")
+    folder = write_model(tmp_path / "model")
     (folder / link).symlink_to(elsewhere if link == "additional_chat_templates" else elsewhere / "secret.jinja")
     with pytest.raises(BadData, match="leads to"):
         copied(folder, tmp_path / "export")
@@ -104,7 +104,7 @@ def test_an_export_copies_no_file_from_elsewhere_though_its_link_came_after_the_
 
 
 def test_an_export_copies_regular_files_of_known_names_alone(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model")
+    folder = write_model(tmp_path / "model")
     expected = sorted(path.name for path in folder.iterdir())
     (folder / "additional_chat_templates").mkdir()
     for name in ("additional_chat_templates/tools.jinja", "additional_chat_templates/.netrc", "id_rsa"):

@@ -24,7 +24,7 @@ from moejob_trainer.data.prepared_folder import write_report
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.sources import read_records
-from trainer.hub import serving
+from trainer.hub import serve_hub
 
 MIB = 2**20
 TEXT = "all work and no play " * 100
@@ -107,7 +107,7 @@ def test_a_streamed_set_of_the_hub_leaves_none_of_its_files_on_the_disk(tmp_path
         whole | {"source": "org/broken", "streaming": True},
         whole | {"source": "org/absent", "streaming": True},
     ]
-    with serving() as hub:
+    with serve_hub() as hub:
         hub.dataset("org/rows").push({"train.jsonl": b"\n".join(rows)})
         hub.dataset("org/broken").push({"train.jsonl": b"\n".join([*rows[:2], b'{"text": '])})
         environ = os.environ | hub.environ(tmp_path) | {"HF_DATASETS_OFFLINE": "0"}

@@ -18,7 +18,7 @@ from moejob_api.layout.sizes import derive_layout
 from moejob_trainer.data.packing import BatchPlan, assign_slots, batch_plan, build_global_batch, total_loss_weight
 from moejob_trainer.training import Document, MicroBatch
 from moejob_trainer.training.micro_batch import FILLER
-from trainer.training_data import document, documents
+from trainer.training_data import make_document, make_documents
 
 plans = st.builds(
     BatchPlan,
@@ -45,8 +45,8 @@ def slots(micro: MicroBatch) -> list[tuple[int, int, int]]:
 
 
 def test_two_documents_packed_by_hand() -> None:
-    a = document(3, id=0, weights=[9, 0, 0.5])
-    b = document(2, id=1, weights=[9, 2])
+    a = make_document(3, id=0, weights=[9, 0, 0.5])
+    b = make_document(2, id=1, weights=[9, 2])
     [[micro]] = build_global_batch([a, b], BatchPlan(data=1, tokens=8, multiple=2, pad_token=7))
     assert micro.tokens.tolist() == [1000, 1001, 1002, 7, 2000, 2001]
     assert micro.labels.tolist() == [1001, 1002, 7, 7, 2001, 7]
@@ -66,18 +66,18 @@ def test_two_documents_packed_by_hand() -> None:
 
 def test_two_documents_padded_by_hand() -> None:
     plan = BatchPlan(data=1, tokens=8, packing=False, documents=2, pad_token=7)
-    [[micro]] = build_global_batch(documents(2, 4), plan)
+    [[micro]] = build_global_batch(make_documents(2, 4), plan)
     assert micro.tokens.tolist() == [1000, 1001, 7, 7, 2000, 2001, 2002, 2003]
     assert micro.cu_lengths.tolist() == [0, 4, 8]
 
 
 def test_the_first_token_of_a_document_weighs_nothing_since_nothing_predicts_it() -> None:
-    assert total_loss_weight([document(3, weights=[100, 1, 0.25]), document(1, weights=[100])]) == 1.25
+    assert total_loss_weight([make_document(3, weights=[100, 1, 0.25]), make_document(1, weights=[100])]) == 1.25
 
 
 def test_ranks_without_a_document_get_padding_that_weighs_nothing() -> None:
     plan = BatchPlan(data=3, tokens=8, multiple=4, pad_token=7)
-    ranks = build_global_batch([document(5)], plan)
+    ranks = build_global_batch([make_document(5)], plan)
     assert [[micro.documents for micro in rank] for rank in ranks] == [[(0,)], [(FILLER,)], [(FILLER,)]]
     filler = ranks[1][0]
     assert (filler.tokens.tolist(), filler.weights.tolist(), filler.lengths) == ([7] * 4, [0.0] * 4, (0,))
@@ -95,7 +95,7 @@ def test_no_rank_gets_the_longest_micro_batch_every_time() -> None:
 
 @given(lengths_of_documents, plans)
 def test_every_document_lies_in_one_slot_whole(lengths: list[int], plan: BatchPlan) -> None:
-    given_documents = documents(*lengths)
+    given_documents = make_documents(*lengths)
     seen = Counter[int]()
     for micro in all_micro_batches(build_global_batch(given_documents, plan)):
         for (number, start, end), length in zip(slots(micro), micro.lengths, strict=True):
@@ -108,7 +108,7 @@ def test_every_document_lies_in_one_slot_whole(lengths: list[int], plan: BatchPl
 
 @given(lengths_of_documents, plans)
 def test_labels_never_come_from_another_document(lengths: list[int], plan: BatchPlan) -> None:
-    for micro in all_micro_batches(build_global_batch(documents(*lengths), plan)):
+    for micro in all_micro_batches(build_global_batch(make_documents(*lengths), plan)):
         for (_, start, end), length in zip(slots(micro), micro.lengths, strict=True):
             within = slice(start, start + max(0, length - 1))
             assert micro.labels[within].tolist() == (micro.tokens[within] + 1).tolist()
@@ -120,7 +120,7 @@ def test_labels_never_come_from_another_document(lengths: list[int], plan: Batch
 def test_every_rank_gets_equally_many_micro_batches_within_what_the_plan_allows(
     lengths: list[int], plan: BatchPlan
 ) -> None:
-    ranks = build_global_batch(documents(*lengths), plan)
+    ranks = build_global_batch(make_documents(*lengths), plan)
     assert len(ranks) == plan.data
     counts = {len(rank) for rank in ranks}
     assert len(counts) == 1
@@ -145,7 +145,7 @@ def test_the_loss_weight_is_that_of_the_documents_in_every_layout(
 ) -> None:
     # Eighths are exact in float32, whatever the order of the sum.
     weighted = [
-        document(length, number, [random.randrange(9) / 8 for _ in range(length)])
+        make_document(length, number, [random.randrange(9) / 8 for _ in range(length)])
         for number, length in enumerate(lengths)
     ]
     total = sum(float(micro.weights.double().sum()) for micro in all_micro_batches(build_global_batch(weighted, plan)))
@@ -154,7 +154,7 @@ def test_the_loss_weight_is_that_of_the_documents_in_every_layout(
 
 @given(lengths_of_documents, plans)
 def test_positions_count_from_zero_in_every_document(lengths: list[int], plan: BatchPlan) -> None:
-    for micro in all_micro_batches(build_global_batch(documents(*lengths), plan)):
+    for micro in all_micro_batches(build_global_batch(make_documents(*lengths), plan)):
         for number, start, end in slots(micro):
             expected = list(range(end - start)) if number != FILLER else [0] * (end - start)
             assert micro.positions[start:end].tolist() == expected
@@ -162,7 +162,7 @@ def test_positions_count_from_zero_in_every_document(lengths: list[int], plan: B
 
 def test_what_is_ahead_stops_at_the_end_of_its_document() -> None:
     [[micro]] = build_global_batch(
-        [document(4, id=0, weights=[9, 1, 2, 3]), document(2, id=1, weights=[9, 4])],
+        [make_document(4, id=0, weights=[9, 1, 2, 3]), make_document(2, id=1, weights=[9, 4])],
         BatchPlan(data=1, tokens=8, multiple=2, pad_token=7),
     )
     assert micro.shift_ahead(micro.tokens, 1).tolist() == [1001, 1002, 1003, 0, 2001, 0]
@@ -173,7 +173,7 @@ def test_what_is_ahead_stops_at_the_end_of_its_document() -> None:
 
 def test_extras_about_predictions_move_with_the_labels_and_others_do_not() -> None:
     a = replace(
-        document(3, id=0, old=[0.5, 1.5, 2.5], advantage=2.0), inputs={"routing": np.arange(6).reshape(3, 2) + 1}
+        make_document(3, id=0, old=[0.5, 1.5, 2.5], advantage=2.0), inputs={"routing": np.arange(6).reshape(3, 2) + 1}
     )
     [[micro], [filler]] = build_global_batch([a], BatchPlan(data=2, tokens=4, multiple=4))
     assert micro.extras["old"].tolist() == [1.5, 2.5, 0, 0]
@@ -202,12 +202,14 @@ def test_a_document_that_makes_no_sense_is_refused(tokens: list[int], weights: l
 
 def test_extras_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"old of document 0 has shape \(2,\) for 3 tokens"):
-        document(3, old=[1.0, 2.0])
+        make_document(3, old=[1.0, 2.0])
 
 
 def test_documents_of_one_batch_carry_the_same_extras() -> None:
     with pytest.raises(ValueError, match="documents 0 and 1 of one batch carry different extras"):
-        build_global_batch([document(2, id=0, old=[1.0, 2.0]), document(2, id=1)], BatchPlan(data=1, tokens=8))
+        build_global_batch(
+            [make_document(2, id=0, old=[1.0, 2.0]), make_document(2, id=1)], BatchPlan(data=1, tokens=8)
+        )
 
 
 def test_a_document_too_long_for_any_micro_batch_is_refused() -> None:

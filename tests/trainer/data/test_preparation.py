@@ -15,16 +15,16 @@ from moejob_trainer.data.file_contents import HASHED_FILES, read_contents
 from moejob_trainer.data.preparation import prepare_datasets
 from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.errors import BadData
-from trainer.training_data import chat, corpora, dataset, jsonl, recipe
+from trainer.training_data import make_chat, make_recipe, make_source, prepare_corpora, write_jsonl
 
 
 def texts(folder: Path, *contents: str) -> Path:
-    return jsonl(folder / "texts.jsonl", *({"text": content} for content in contents))
+    return write_jsonl(folder / "texts.jsonl", *({"text": content} for content in contents))
 
 
 def test_documents_are_what_was_encoded_in_order(tmp_path: Path) -> None:
-    chats = jsonl(tmp_path / "chats.jsonl", chat("3 + 4", "7"), chat("say hello", "hello"))
-    [corpus] = corpora(tmp_path / "out", recipe(dataset(chats, DataFormat.CHAT)))
+    chats = write_jsonl(tmp_path / "chats.jsonl", make_chat("3 + 4", "7"), make_chat("say hello", "hello"))
+    [corpus] = prepare_corpora(tmp_path / "out", make_recipe(make_source(chats, DataFormat.CHAT)))
     using = tiny.build_tokenizer()
     first, second = corpus.read_document(0), corpus.read_document(1, source=3)
     assert using.decode(first.tokens) == "<|user|>3 + 4<|end|><|assistant|>7<|end|>"
@@ -35,9 +35,11 @@ def test_documents_are_what_was_encoded_in_order(tmp_path: Path) -> None:
 
 
 def test_the_same_source_may_be_mixed_in_with_all_turns_and_with_the_last_alone(tmp_path: Path) -> None:
-    every = dataset(jsonl(tmp_path / "chats.jsonl", chat("3 + 4", "7", "say hello", "hello")), DataFormat.CHAT)
+    every = make_source(
+        write_jsonl(tmp_path / "chats.jsonl", make_chat("3 + 4", "7", "say hello", "hello")), DataFormat.CHAT
+    )
     last = every.model_copy(update={"trained_turns": TrainedTurns.LAST})
-    found = corpora(tmp_path / "out", recipe(every, last))
+    found = prepare_corpora(tmp_path / "out", make_recipe(every, last))
     assert [corpus.report.trained_tokens for corpus in found] == [8, 6]
     assert found[0].report.tokens == found[1].report.tokens
 
@@ -61,7 +63,7 @@ def test_what_is_too_long_is_counted(
     tmp_path: Path, overlong: OverlongSamples, counts: dict[str, int], lengths: list[int]
 ) -> None:
     source = texts(tmp_path, "zz", "zzzzz", "zzz")
-    [corpus] = corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=overlong))
+    [corpus] = prepare_corpora(tmp_path / "out", make_recipe(make_source(source), max_length=4, overlong=overlong))
     assert corpus.lengths.tolist() == lengths
     assert corpus.report.records == 3
     assert {name: getattr(corpus.report, name) for name in counts} == counts
@@ -71,13 +73,15 @@ def test_what_is_too_long_is_counted(
 def test_what_is_too_long_is_named_where_it_is_to_be_refused(tmp_path: Path) -> None:
     source = texts(tmp_path, "zz", "zzzzz")
     with pytest.raises(BadData, match=rf"^{source}, line 2 has 6 tokens, data.maxLength is 4 and data.overlong Refuse"):
-        corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=OverlongSamples.REFUSE))
+        prepare_corpora(
+            tmp_path / "out", make_recipe(make_source(source), max_length=4, overlong=OverlongSamples.REFUSE)
+        )
 
 
 def test_a_conversation_cut_before_its_answer_is_dropped_and_counted_as_such(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "chats.jsonl", chat("zzzzzzzzzz", "a"), chat("z", "a"))
-    using = recipe(dataset(source, DataFormat.CHAT), max_length=8, overlong=OverlongSamples.TRUNCATE)
-    [corpus] = corpora(tmp_path / "out", using)
+    source = write_jsonl(tmp_path / "chats.jsonl", make_chat("zzzzzzzzzz", "a"), make_chat("z", "a"))
+    using = make_recipe(make_source(source, DataFormat.CHAT), max_length=8, overlong=OverlongSamples.TRUNCATE)
+    [corpus] = prepare_corpora(tmp_path / "out", using)
     assert (corpus.report.documents, corpus.report.emptied, corpus.report.truncated) == (1, 1, 0)
 
 
@@ -95,13 +99,13 @@ def test_a_data_set_without_documents_is_refused(
 ) -> None:
     source = texts(tmp_path, *contents)
     with pytest.raises(BadData, match=said):
-        corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=overlong))
+        prepare_corpora(tmp_path / "out", make_recipe(make_source(source), max_length=4, overlong=overlong))
     assert [path.name for path in (tmp_path / "out").iterdir()] == [HASHED_FILES]
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
     source = texts(tmp_path, "a", " good")
-    small = recipe(dataset(source))
+    small = make_recipe(make_source(source))
     largest = max(tiny.build_tokenizer()(" good")["input_ids"])
     with pytest.raises(
         BadData, match=rf"line 2 has the token {largest}, and the model moejob/tiny-moe knows {largest};"
@@ -111,12 +115,15 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None
 
 def test_what_was_prepared_is_kept_until_something_changes(tmp_path: Path) -> None:
     source = texts(tmp_path, "a", "b")
-    using = recipe(dataset(source))
+    using = make_recipe(make_source(source))
     [first] = prepare_datasets(using.data.train, using, tmp_path / "out")
     written = (first / "report.json").stat().st_mtime_ns
     assert prepare_datasets(using.data.train, using, tmp_path / "out") == (first,)
     assert (first / "report.json").stat().st_mtime_ns == written
-    others = [recipe(dataset(source), max_length=8), recipe(dataset(source), overlong=OverlongSamples.REFUSE)]
+    others = [
+        make_recipe(make_source(source), max_length=8),
+        make_recipe(make_source(source), overlong=OverlongSamples.REFUSE),
+    ]
     texts(tmp_path, "a", "b", "c")
     paths = {prepare_datasets(one.data.train, one, tmp_path / "out")[0] for one in [using, *others]}
     assert len(paths | {first}) == 4
@@ -125,7 +132,7 @@ def test_what_was_prepared_is_kept_until_something_changes(tmp_path: Path) -> No
 
 def test_data_is_known_by_its_content_and_not_by_its_times(tmp_path: Path) -> None:
     source = texts(tmp_path, "a", "b")
-    using = recipe(dataset(source))
+    using = make_recipe(make_source(source))
     [first] = prepare_datasets(using.data.train, using, tmp_path / "out")
     os.utime(source, (1, 1))
     assert prepare_datasets(using.data.train, using, tmp_path / "out") == (first,)
@@ -140,7 +147,7 @@ def test_data_is_known_by_its_content_and_not_by_its_times(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("left", [b"", b"\0" * 50, b"{"], ids=["empty", "zeros", "half"])
 def test_a_damaged_note_of_what_was_hashed_costs_nothing_but_time(tmp_path: Path, left: bytes) -> None:
-    using = recipe(dataset(texts(tmp_path, "a", "b")))
+    using = make_recipe(make_source(texts(tmp_path, "a", "b")))
     [first] = prepare_datasets(using.data.train, using, tmp_path / "out")
     (tmp_path / "out" / HASHED_FILES).write_bytes(left)
     assert prepare_datasets(using.data.train, using, tmp_path / "out") == (first,)
@@ -158,7 +165,7 @@ def test_data_that_is_as_it_was_is_not_read_again(tmp_path: Path) -> None:
 
 def test_half_written_data_is_never_taken_for_whole(tmp_path: Path) -> None:
     source = texts(tmp_path, "a", "b")
-    using = recipe(dataset(source))
+    using = make_recipe(make_source(source))
     [path] = prepare_datasets(using.data.train, using, tmp_path / "out")
     (path / "report.json").unlink()
     with pytest.raises(DamagedData, match="does not hold prepared data, or not all of it"):
@@ -168,7 +175,7 @@ def test_half_written_data_is_never_taken_for_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "sizes.npy", "report.json"])
 def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
-    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    using = make_recipe(make_source(texts(tmp_path, "abc", "defg")))
     [path] = prepare_datasets(using.data.train, using, tmp_path / "out")
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[:-4])
@@ -182,7 +189,7 @@ def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
 def test_prepared_data_that_lost_a_file_is_built_again_by_the_next_start(
     tmp_path: Path, name: str, left: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    using = make_recipe(make_source(texts(tmp_path, "abc", "defg")))
     [path] = prepare_datasets(using.data.train, using, tmp_path / "out")
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
     (path / name).write_bytes(left)
@@ -193,7 +200,7 @@ def test_prepared_data_that_lost_a_file_is_built_again_by_the_next_start(
 
 
 def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -> None:
-    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    using = make_recipe(make_source(texts(tmp_path, "abc", "defg")))
     [path] = prepare_datasets(using.data.train, using, tmp_path / "out")
     sizes = np.load(path / "sizes.npy")
     sizes[1, 1] += 1
@@ -204,7 +211,7 @@ def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["tokens.bin", "trained.bin"])
 def test_a_document_that_is_as_long_as_before_and_another_is_found_when_it_is_read(tmp_path: Path, name: str) -> None:
-    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    using = make_recipe(make_source(texts(tmp_path, "abc", "defg")))
     [path] = prepare_datasets(using.data.train, using, tmp_path / "out")
     content = bytearray((path / name).read_bytes())
     content[-1] ^= 1
@@ -222,7 +229,7 @@ def test_a_document_that_is_as_long_as_before_and_another_is_found_when_it_is_re
 def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
     # More than one process is worth starting for.
     source = texts(tmp_path, *(f"{number} + {number}" for number in range(5000)))
-    using = recipe(dataset(source))
+    using = make_recipe(make_source(source))
     [alone], [together] = (prepare_datasets(using.data.train, using, tmp_path / str(n), workers=n) for n in (1, 2))
     for name in ("tokens.bin", "trained.bin", "sizes.npy", "report.json"):
         assert (alone / name).read_bytes() == (together / name).read_bytes()
@@ -231,7 +238,7 @@ def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fault_found_in_another_process_is_told_in_full(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "texts.jsonl", *({"text": "a"} for _ in range(4500)), {"txt": "a"})
-    using = recipe(dataset(source))
+    source = write_jsonl(tmp_path / "texts.jsonl", *({"text": "a"} for _ in range(4500)), {"txt": "a"})
+    using = make_recipe(make_source(source))
     with pytest.raises(BadData, match=f"^{source}, line 4501: there is no text; found txt$"):
         prepare_datasets(using.data.train, using, tmp_path / "out", workers=2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from builders import SFT, merged, spec
+from builders import SFT, merge_sections, spec
 from moejob_api.contract.data_preview import DatasetPreview, PreviewLimits
 from moejob_api.job import Spec
 from moejob_trainer.data.preview import preview_job_data
 from moejob_trainer.errors import BadData
-from trainer.training_data import chat, jsonl
+from trainer.training_data import make_chat, write_jsonl
 
 # The command line has an environment of its own, which must never meet torch.
 COMMAND = Path(__file__).parents[3] / ".venv/operator/bin/moejob"
@@ -30,8 +30,8 @@ def chats(tmp_path: Path, *answers: str, **data: Any) -> Spec:
         {"messages": [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": answer}]}
         for answer in answers
     ]
-    file = jsonl(tmp_path / "chats.jsonl", *lines)
-    return spec(**merged(TINY, {"data": {"train": [{"source": str(file), "format": "Chat"}], **data}}))
+    file = write_jsonl(tmp_path / "chats.jsonl", *lines)
+    return spec(**merge_sections(TINY, {"data": {"train": [{"source": str(file), "format": "Chat"}], **data}}))
 
 
 def test_what_the_assistant_says_is_marked(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_only_as_many_records_are_read_as_were_asked_for(tmp_path: Path) -> None
 
 
 def test_prompts_leave_room_for_the_answer(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "prompts.jsonl", {"prompt": "2 + 3"}, {"prompt": "what is the sum of 2 and 3 " * 3})
+    file = write_jsonl(tmp_path / "prompts.jsonl", {"prompt": "2 + 3"}, {"prompt": "what is the sum of 2 and 3 " * 3})
     data = {"train": [{"source": str(file), "format": "Prompts"}], "maxLength": 24}
     found = previewed(spec(method="GRPO", **TINY, data=data, grpo={"maxNewTokens": 8}))
     assert [part.trained for part in found.examples[0].parts] == [False]
@@ -75,7 +75,7 @@ def test_prompts_leave_room_for_the_answer(tmp_path: Path) -> None:
 
 
 def test_what_would_end_the_run_ends_the_preview(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "other.jsonl", {"question": "2 + 3"})
+    file = write_jsonl(tmp_path / "other.jsonl", {"question": "2 + 3"})
     with pytest.raises(BadData, match="line 1: there is no messages; found question"):
         previewed(spec(**TINY, data={"train": [{"source": str(file), "format": "Chat"}]}))
 
@@ -87,7 +87,7 @@ LONG = "what is 2 + 3 " * 3
     ("format", "records", "said"),
     [
         pytest.param("Chat", [], "is empty; name another, or remove it", id="no conversation"),
-        pytest.param("Chat", [chat(LONG, "5")], "none of the 1 records .* raise maxLength", id="all too long"),
+        pytest.param("Chat", [make_chat(LONG, "5")], "none of the 1 records .* raise maxLength", id="all too long"),
         pytest.param("Prompts", [], "has 0 prompts, and none of at most 8 tokens", id="no prompt"),
         pytest.param(
             "Prompts", [{"prompt": LONG}], "has 1 prompts, and none of at most 8 tokens", id="no short prompt"
@@ -100,7 +100,7 @@ def test_data_of_which_nothing_is_left_ends_the_preview_as_it_ends_the_run(
     said: str,
     tmp_path: Path,
 ) -> None:
-    file = jsonl(tmp_path / "data.jsonl", *records)
+    file = write_jsonl(tmp_path / "data.jsonl", *records)
     data = {"train": [{"source": str(file), "format": format}], "maxLength": 16}
     method = {"method": "GRPO", "grpo": {"maxNewTokens": 8}} if format == "Prompts" else {}
     with pytest.raises(BadData, match=said):
@@ -116,7 +116,9 @@ def test_records_that_were_not_read_may_be_kept(tmp_path: Path) -> None:
 def test_the_command_prints_it_marked(tmp_path: Path) -> None:
     job = chats(tmp_path, "5")
     frame = {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": {"name": "job"}}
-    described = merged(SFT, {**TINY, "data": job.data.model_dump(mode="json", by_alias=True, exclude_none=True)})
+    described = merge_sections(
+        SFT, {**TINY, "data": job.data.model_dump(mode="json", by_alias=True, exclude_none=True)}
+    )
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(frame | {"spec": described}))
     done = subprocess.run([COMMAND, "data", file], capture_output=True, text=True, check=False, timeout=240)

@@ -15,11 +15,11 @@ from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.data.prompts import Prompt, read_prompts
 from moejob_trainer.errors import BadData
-from trainer.training_data import chat, dataset, jsonl, prompt_corpora, recipe, user
+from trainer.training_data import make_chat, make_recipe, make_source, prompt_corpora, user, write_jsonl
 
 
 def source_of(folder: Path, *records: dict[str, Any] | str) -> Dataset:
-    return dataset(jsonl(folder / "prompts.jsonl", *records), DataFormat.PROMPTS)
+    return make_source(write_jsonl(folder / "prompts.jsonl", *records), DataFormat.PROMPTS)
 
 
 def read(
@@ -27,7 +27,7 @@ def read(
 ) -> tuple[Prompt, ...]:
     """The prompts, which must be the same whether an evaluation holds them or training reads them from the volume."""
     source = source_of(folder, *records)
-    using = recipe(source, overlong=overlong)
+    using = make_recipe(source, overlong=overlong)
     held = read_prompts(source, using, most)
     [corpus] = prompt_corpora(folder / "data", using, most)
     assert held == tuple(corpus.read_prompt(number) for number in range(len(corpus)))
@@ -49,7 +49,7 @@ def test_text_is_a_prompt_as_it_is(tmp_path: Path) -> None:
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted(tmp_path: Path) -> None:
     source = source_of(tmp_path, {"prompt": "zzzz"}, {"prompt": "zz"})
-    [corpus] = prompt_corpora(tmp_path / "data", recipe(source), 3)
+    [corpus] = prompt_corpora(tmp_path / "data", make_recipe(source), 3)
     assert (len(corpus), corpus.read_prompt(0).text) == (1, "zz")
     assert (corpus.report.records, corpus.report.prompts, corpus.report.dropped) == (2, 1, 1)
 
@@ -65,7 +65,9 @@ def test_a_prompt_is_never_cut(tmp_path: Path, overlong: OverlongSamples) -> Non
     [
         pytest.param({"question": "a"}, 9, "line 1: there is no prompt; found question", id="another field"),
         pytest.param({"prompt": ""}, 9, 'line 1: prompt is ""; expected text', id="an empty prompt"),
-        pytest.param({"prompt": chat("a", "b")["messages"]}, 9, "last message of the prompt is", id="answered already"),
+        pytest.param(
+            {"prompt": make_chat("a", "b")["messages"]}, 9, "last message of the prompt is", id="answered already"
+        ),
         pytest.param({"prompt": [{"role": "ai", "content": ""}]}, 9, 'message 1 has the role "ai"', id="a wrong role"),
         pytest.param({"prompt": "zzzz"}, 2, "1 prompts, and none of at most 2 tokens", id="none fits"),
         pytest.param({"prompt": "a"}, 0, "maxLength 256 leaves no room for a prompt", id="no room at all"),
@@ -77,14 +79,14 @@ def test_a_prompt_that_makes_no_sense_is_refused(tmp_path: Path, record: dict[st
 
 
 def test_data_of_another_format_is_refused() -> None:
-    source = dataset("moejob/tiny-sums", DataFormat.TEXT)
+    source = make_source("moejob/tiny-sums", DataFormat.TEXT)
     with pytest.raises(BadData, match="has the format Text; GRPO needs Prompts"):
-        read_prompts(source, recipe(source), 64)
+        read_prompts(source, make_recipe(source), 64)
 
 
 def test_the_sums_that_come_along_are_asked_as_the_chats_ask_them_and_answered_right() -> None:
-    source = dataset(tiny.SUMS, DataFormat.PROMPTS)
-    found = read_prompts(source, recipe(source), 64)
+    source = make_source(tiny.SUMS, DataFormat.PROMPTS)
+    found = read_prompts(source, make_recipe(source), 64)
     for prompt in found:
         left, _, right = str(prompt.text.removeprefix("<|user|>").partition("<")[0]).split()
         assert prompt.fields["answer"] == str(int(left) + int(right))
@@ -95,7 +97,7 @@ QUESTIONS = [{"prompt": f"{n} + 1 =", "answer": n + 1, "hints": [None, {"worth":
 
 
 def loader(folder: Path, *records: dict[str, Any]) -> PromptLoader:
-    using = recipe(source_of(folder, *records))
+    using = make_recipe(source_of(folder, *records))
     return PromptLoader(prompt_corpora(folder / "data", using), using.data)
 
 
@@ -135,7 +137,7 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path: Path, 
 
 
 def test_prompts_that_are_prepared_are_not_tokenized_again(tmp_path: Path) -> None:
-    using = recipe(source_of(tmp_path, *QUESTIONS))
+    using = make_recipe(source_of(tmp_path, *QUESTIONS))
     [first] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
     written = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
     assert prepare_prompts(using.data.train, using, 64, tmp_path / "data") == (first,)
@@ -145,7 +147,7 @@ def test_prompts_that_are_prepared_are_not_tokenized_again(tmp_path: Path) -> No
 
 
 def test_prompts_that_were_damaged_are_found(tmp_path: Path) -> None:
-    using = recipe(source_of(tmp_path, *QUESTIONS))
+    using = make_recipe(source_of(tmp_path, *QUESTIONS))
     [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
     lines = folder / "prompts.jsonl"
     lines.write_bytes(lines.read_bytes()[:-1])
@@ -157,7 +159,7 @@ def test_prompts_that_were_damaged_are_found(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_as_long_as_before_and_another_is_found_when_it_is_read(tmp_path: Path) -> None:
-    using = recipe(source_of(tmp_path, *QUESTIONS))
+    using = make_recipe(source_of(tmp_path, *QUESTIONS))
     [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
     lines = folder / "prompts.jsonl"
     lines.write_bytes(lines.read_bytes().replace(b'"answer": 20', b'"answer": 21'))
@@ -171,7 +173,7 @@ def test_a_prompt_that_is_as_long_as_before_and_another_is_found_when_it_is_read
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "places.npy", "report.json"])
 def test_prepared_prompts_that_lost_a_file_are_built_again_by_the_next_start(tmp_path: Path, name: str) -> None:
-    using = recipe(source_of(tmp_path, *QUESTIONS))
+    using = make_recipe(source_of(tmp_path, *QUESTIONS))
     [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
     (folder / name).write_bytes(b"")
@@ -180,7 +182,7 @@ def test_prepared_prompts_that_lost_a_file_are_built_again_by_the_next_start(tmp
 
 
 def test_several_processes_prepare_the_same_prompts(tmp_path: Path) -> None:
-    using = recipe(source_of(tmp_path, *({"prompt": f"{n} + 1 ="} for n in range(5_000))))
+    using = make_recipe(source_of(tmp_path, *({"prompt": f"{n} + 1 ="} for n in range(5_000))))
     [alone] = prepare_prompts(using.data.train, using, 64, tmp_path / "alone")
     [together] = prepare_prompts(using.data.train, using, 64, tmp_path / "together", workers=2)
     assert {path.name: path.read_bytes() for path in alone.iterdir()} == {

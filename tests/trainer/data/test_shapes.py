@@ -12,7 +12,7 @@ import pytest
 from moejob_api.job.model import DataFormat, Dataset, DataShape
 from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
-from trainer.training_data import jsonl
+from trainer.training_data import write_jsonl
 
 ALPACA = {"instruction": "Add.", "input": "2 and 3", "output": "5"}
 GSM8K = {"question": "How many?", "answer": "1,000 + 5 = 1,005\n#### 1,005"}
@@ -32,33 +32,55 @@ def read(source: Path | str, format: str = "Text", **settings: Any) -> list[dict
     return [dict(record.fields) for record in read_records(dataset)]
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 @pytest.mark.parametrize(
     ("shape", "record", "wanted", "fields"),
     [
-        ("Alpaca", ALPACA, "Chat", {"messages": [said("user", "Add.\n\n2 and 3"), said("assistant", "5")]}),
+        (
+            "Alpaca",
+            ALPACA,
+            "Chat",
+            {"messages": [make_message("user", "Add.\n\n2 and 3"), make_message("assistant", "5")]},
+        ),
         (
             "Alpaca",
             {**ALPACA, "input": "", "system": "Be brief."},
             "Chat",
-            {"messages": [said("system", "Be brief."), said("user", "Add."), said("assistant", "5")]},
+            {
+                "messages": [
+                    make_message("system", "Be brief."),
+                    make_message("user", "Add."),
+                    make_message("assistant", "5"),
+                ]
+            },
         ),
         ("Alpaca", ALPACA, "PromptCompletion", {"prompt": "Add.\n\n2 and 3", "completion": "5"}),
-        ("GSM8K", GSM8K, "Chat", {"messages": [said("user", "How many?"), said("assistant", GSM8K["answer"])]}),
+        (
+            "GSM8K",
+            GSM8K,
+            "Chat",
+            {"messages": [make_message("user", "How many?"), make_message("assistant", GSM8K["answer"])]},
+        ),
         (
             "GSM8K",
             GSM8K,
             "Prompts",
-            {"prompt": [said("user", "How many?")], "answer": "1005", "solution": GSM8K["answer"]},
+            {"prompt": [make_message("user", "How many?")], "answer": "1005", "solution": GSM8K["answer"]},
         ),
         (
             "ShareGPT",
             SHARE_GPT,
             "Chat",
-            {"messages": [said("system", "Be brief."), said("user", "2 + 3"), said("assistant", "5")]},
+            {
+                "messages": [
+                    make_message("system", "Be brief."),
+                    make_message("user", "2 + 3"),
+                    make_message("assistant", "5"),
+                ]
+            },
         ),
         (
             "ShareGPT",
@@ -69,7 +91,7 @@ def said(role: str, content: str) -> dict[str, str]:
                 ]
             },
             "Chat",
-            {"messages": [said("system", "a"), {**said("assistant", "b"), "weight": 0}]},
+            {"messages": [make_message("system", "a"), {**make_message("assistant", "b"), "weight": 0}]},
         ),
     ],
 )
@@ -80,7 +102,7 @@ def test_a_shape_becomes_what_the_format_reads(
     fields: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    (found,) = read(jsonl(tmp_path / "a.jsonl", record), wanted, shape=shape)
+    (found,) = read(write_jsonl(tmp_path / "a.jsonl", record), wanted, shape=shape)
     assert {name: found[name] for name in fields} == fields
 
 
@@ -97,19 +119,19 @@ def test_a_shape_becomes_what_the_format_reads(
 def test_what_has_another_shape_is_named(shape: str, record: dict[str, Any], message: str, tmp_path: Path) -> None:
     formats = {"GSM8K": "Prompts"}
     with pytest.raises(BadData, match=message):
-        read(jsonl(tmp_path / "a.jsonl", record), formats.get(shape, "Chat"), shape=shape)
+        read(write_jsonl(tmp_path / "a.jsonl", record), formats.get(shape, "Chat"), shape=shape)
 
 
 def test_records_are_chosen_by_their_columns_and_counted_behind_that(tmp_path: Path) -> None:
     rows = [{"text": str(number), "level": number % 2, "lang": "en"} for number in range(9)]
-    file = jsonl(tmp_path / "a.jsonl", *rows)
+    file = write_jsonl(tmp_path / "a.jsonl", *rows)
     assert [row["text"] for row in read(file, where={"level": "1", "lang": "en"}, max_examples=3)] == ["1", "3", "5"]
     with pytest.raises(BadData, match=r"none of the 9 records of .* has lang de"):
         read(file, where={"lang": "de"})
 
 
 def test_columns_get_the_names_that_the_format_reads(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"query": "Add.", "response": "5", "answer": "5"})
+    file = write_jsonl(tmp_path / "a.jsonl", {"query": "Add.", "response": "5", "answer": "5"})
     named = {"prompt": "query", "completion": "response"}
     assert read(file, columns=named) == [{"prompt": "Add.", "completion": "5", "answer": "5"}]
     shaped = read(file, "PromptCompletion", columns={"instruction": "query", "output": "response"}, shape="Alpaca")

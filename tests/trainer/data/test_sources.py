@@ -13,7 +13,7 @@ import pytest
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_trainer.data.sources import read_records
 from moejob_trainer.errors import BadData
-from trainer.training_data import jsonl
+from trainer.training_data import write_jsonl
 
 
 def read(source: Path | str, claims: Path = Path("/claims"), split: str = "train") -> list[tuple[dict[str, Any], str]]:
@@ -27,7 +27,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a_line_is_a_record_and_knows_its_line_past_empty_ones(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"text": "é"}, "", {"text": "b"})
+    file = write_jsonl(tmp_path / "a.jsonl", {"text": "é"}, "", {"text": "b"})
     assert read(file) == [({"text": "é"}, f"{file}, line 1"), ({"text": "b"}, f"{file}, line 3")]
 
 
@@ -49,21 +49,21 @@ def test_a_row_is_a_record_without_the_keys_that_only_other_rows_have(tmp_path: 
 
 def test_a_folder_is_its_files_in_order_of_their_names(tmp_path: Path) -> None:
     parquet(tmp_path / "b.parquet", [{"text": "2"}])
-    jsonl(tmp_path / "a.jsonl", {"text": "1"})
+    write_jsonl(tmp_path / "a.jsonl", {"text": "1"})
     (tmp_path / "README.md").write_text("about")
     assert [fields["text"] for fields, _ in read(tmp_path)] == ["1", "2"]
 
 
 def test_files_named_after_splits_are_never_mixed(tmp_path: Path) -> None:
-    jsonl(tmp_path / "train-00000-of-00001.jsonl", {"text": "train"})
-    jsonl(tmp_path / "test-00000-of-00001.jsonl", {"text": "test"})
+    write_jsonl(tmp_path / "train-00000-of-00001.jsonl", {"text": "train"})
+    write_jsonl(tmp_path / "test-00000-of-00001.jsonl", {"text": "test"})
     assert [fields["text"] for fields, _ in read(tmp_path)] == ["train"]
     assert [fields["text"] for fields, _ in read(tmp_path, split="test")] == ["test"]
 
 
 def test_a_claim_is_read_where_it_is_mounted(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
-    file = jsonl(tmp_path / "sets" / "a.jsonl", {"text": "a"})
+    file = write_jsonl(tmp_path / "sets" / "a.jsonl", {"text": "a"})
     assert read("pvc://sets/a.jsonl", claims=tmp_path) == [({"text": "a"}, f"{file}, line 1")]
 
 
@@ -91,7 +91,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "said"), BAD)
 def test_a_line_that_is_no_record_is_named_with_its_file(tmp_path: Path, line: str, said: str) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"text": "a"}, line)
+    file = write_jsonl(tmp_path / "a.jsonl", {"text": "a"}, line)
     with pytest.raises(BadData, match=f"^{file}, {said}"):
         read(file)
 
@@ -137,7 +137,7 @@ def test_a_source_that_is_not_there_is_named_with_what_to_do(
     for folder, names in {"splits": ("train", "test"), "loose": ("train", "more"), "claims/sets": ()}.items():
         (tmp_path / folder).mkdir(parents=True)
         for name in names:
-            jsonl(tmp_path / folder / f"{name}.jsonl", {"text": name})
+            write_jsonl(tmp_path / folder / f"{name}.jsonl", {"text": name})
     with pytest.raises(BadData, match=said.format(folder=tmp_path)):
         read(source.format(folder=tmp_path), tmp_path / "claims", split)
 

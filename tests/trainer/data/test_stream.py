@@ -30,7 +30,7 @@ from moejob_trainer.data.stream import (
 )
 from moejob_trainer.errors import BadData
 from moejob_trainer.training.micro_batch import FILLER
-from trainer.training_data import corpora, dataset, jsonl, recipe
+from trainer.training_data import make_recipe, make_source, prepare_corpora, write_jsonl
 
 PACKED = BatchSize(rows=4, row_tokens=16, packing=True)
 
@@ -73,8 +73,8 @@ def selections(
 
 def written(folder: Path, count: int = 60) -> list[Corpus]:
     """Texts of 2 to 14 tokens that tell their number."""
-    source = jsonl(folder / "texts.jsonl", *({"text": f"{n:02d}" * (1 + n % 4 * 2 // 2)} for n in range(count)))
-    return corpora(folder / "out", recipe(dataset(source), max_length=16))
+    source = write_jsonl(folder / "texts.jsonl", *({"text": f"{n:02d}" * (1 + n % 4 * 2 // 2)} for n in range(count)))
+    return prepare_corpora(folder / "out", make_recipe(make_source(source), max_length=16))
 
 
 @given(st.integers(1, 200), st.integers(0, 1000), st.integers(1, 3))
@@ -193,7 +193,7 @@ def plan_of(data: int, packing: bool = True, multiple: int = 1) -> BatchPlan:
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "one a row"])
 def test_a_run_resumed_on_other_gpus_takes_the_same_steps(tmp_path: Path, packing: bool) -> None:
     found = written(tmp_path)
-    source = blended_dataset(found, recipe().data)
+    source = blended_dataset(found, make_recipe().data)
     run = TrainingData(found, source, BatchSize(8, 16, packing))
     whole = seen_by_all(run, plan_of(1, packing), None, 9)
     first = seen_by_all(run, plan_of(4, packing, multiple=4), None, 4)
@@ -203,7 +203,7 @@ def test_a_run_resumed_on_other_gpus_takes_the_same_steps(tmp_path: Path, packin
 
 def test_what_a_batch_says_of_itself_is_what_its_micro_batches_hold(tmp_path: Path) -> None:
     found = written(tmp_path)
-    run = TrainingData(found, blended_dataset(found, recipe().data), PACKED, sample_count=60)
+    run = TrainingData(found, blended_dataset(found, make_recipe().data), PACKED, sample_count=60)
     plan = plan_of(2)
     ranks: list[list[TrainingBatch]] = [list(run.global_batches(BatchShare(plan, rank))) for rank in range(2)]
     for step in zip(*ranks, strict=True):
@@ -230,8 +230,8 @@ def test_evaluation_is_every_document_once_and_in_order(tmp_path: Path, packing:
 
 def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
     found = written(tmp_path)
-    run = TrainingData(found, blended_dataset(found, recipe().data), PACKED)
-    other = TrainingData(found, blended_dataset(found, recipe(seed=43).data), PACKED)
+    run = TrainingData(found, blended_dataset(found, make_recipe().data), PACKED)
+    other = TrainingData(found, blended_dataset(found, make_recipe(seed=43).data), PACKED)
     cursor = next(iter(run.global_batches(BatchShare(plan_of(1), 0)))).cursor
     with pytest.raises(BadData, match=r"its seed or the tokenizer changed since the checkpoint"):
         next(iter(other.global_batches(BatchShare(plan_of(1), 0), cursor)))
@@ -249,14 +249,14 @@ def test_a_cursor_survives_being_written() -> None:
 
 
 def test_weights_and_seed_are_part_of_what_a_mixture_is(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "texts.jsonl", {"text": "a"}, {"text": "b"})
-    chats = dataset("moejob/tiny-chats", DataFormat.CHAT)
+    file = write_jsonl(tmp_path / "texts.jsonl", {"text": "a"}, {"text": "b"})
+    chats = make_source("moejob/tiny-chats", DataFormat.CHAT)
     recipes = [
-        recipe(dataset(file), chats),
-        recipe(dataset(file, weight=2.0), chats),
-        recipe(dataset(file), chats, seed=1),
+        make_recipe(make_source(file), chats),
+        make_recipe(make_source(file, weight=2.0), chats),
+        make_recipe(make_source(file), chats, seed=1),
     ]
-    mixtures = [blended_dataset(corpora(tmp_path / "out", one), one.data) for one in recipes]
+    mixtures = [blended_dataset(prepare_corpora(tmp_path / "out", one), one.data) for one in recipes]
     assert mixtures[0].sizes == (2, 512)
     assert mixtures[1].sampling_shares == (2 / 3, 1 / 3)
     assert len({one.fingerprint for one in mixtures}) == 3

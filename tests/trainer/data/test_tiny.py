@@ -22,7 +22,7 @@ from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.preparation import prepare_datasets
 from moejob_trainer.data.stream import BatchShare, BatchSize, RankBatch, TrainingData, evaluation_batches
 from moejob_trainer.training import MicroBatch
-from trainer.training_data import corpora, recipe
+from trainer.training_data import make_recipe, prepare_corpora
 
 SIZE = BatchSize(rows=8, row_tokens=256, packing=True)
 ALONE = BatchShare(BatchPlan(data=1, tokens=256), rank=0)
@@ -73,8 +73,8 @@ def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, attn_implementation="sdpa"
     )
-    using = recipe()
-    found = corpora(tmp_path, using)
+    using = make_recipe()
+    found = prepare_corpora(tmp_path, using)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     losses = [
         stepped(model, optimizer, batch)

@@ -10,7 +10,7 @@ from moejob_trainer.errors import BadConfiguration, BadData, Superseded, Transie
 from trainer.checkpoints.stand_ins import ThreadCoordinator, ThreadCoordinators
 
 
-def said(outcomes: list[object]) -> list[tuple[type[object], str]]:
+def describe_outcomes(outcomes: list[object]) -> list[tuple[type[object], str]]:
     return [(type(outcome), str(outcome)) for outcome in outcomes]
 
 
@@ -18,19 +18,19 @@ def test_rank_0_decides_and_everyone_hears_it() -> None:
     def act(rank: ThreadCoordinator) -> int:
         return run_on_first_rank(rank, lambda: 10 + rank.rank, INTEGER)
 
-    assert ThreadCoordinators(3).together(act) == [10, 10, 10]
+    assert ThreadCoordinators(3).run_on_ranks(act) == [10, 10, 10]
 
 
 def test_a_failure_of_rank_0_is_raised_on_every_rank() -> None:
     def fail() -> None:
         raise BadConfiguration("the volume is read-only")
 
-    outcomes = ThreadCoordinators(3).together(lambda rank: run_on_first_rank(rank, fail, NOTHING))
-    assert said(list(outcomes)) == [(BadConfiguration, "the volume is read-only")] * 3
+    outcomes = ThreadCoordinators(3).run_on_ranks(lambda rank: run_on_first_rank(rank, fail, NOTHING))
+    assert describe_outcomes(list(outcomes)) == [(BadConfiguration, "the volume is read-only")] * 3
 
 
 def test_results_of_everyone_are_gathered_at_rank_0() -> None:
-    outcomes = ThreadCoordinators(3).together(lambda rank: run_on_all_ranks(rank, lambda: rank.rank, INTEGER))
+    outcomes = ThreadCoordinators(3).run_on_ranks(lambda rank: run_on_all_ranks(rank, lambda: rank.rank, INTEGER))
     assert outcomes == [[0, 1, 2], [], []]
 
 
@@ -64,12 +64,14 @@ def test_a_failure_of_one_is_a_failure_of_all(
 
         return run_on_all_ranks(rank, one, INTEGER)
 
-    assert said(list(ThreadCoordinators(3).together(act))) == [(kind, message)] * 3
+    assert describe_outcomes(list(ThreadCoordinators(3).run_on_ranks(act))) == [(kind, message)] * 3
 
 
 @pytest.mark.parametrize(("claims", "together"), [([True] * 3, True), ([True, True, False], False)])
 def test_all_agree_or_none(claims: list[bool], together: bool) -> None:
-    assert ThreadCoordinators(3).together(lambda rank: is_true_everywhere(rank, claims[rank.rank])) == [together] * 3
+    assert (
+        ThreadCoordinators(3).run_on_ranks(lambda rank: is_true_everywhere(rank, claims[rank.rank])) == [together] * 3
+    )
 
 
 def test_one_rank_alone_agrees_with_itself() -> None:

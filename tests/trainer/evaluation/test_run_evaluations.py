@@ -23,7 +23,7 @@ def test_a_run_stops_early_on_all_ranks_when_its_patience_is_at_an_end() -> None
         return told, mine.as_fields().get("stoppedEarly"), mine.stop_reason()
 
     said = "stopped early at step 30 of 100: 2 evaluations in a row without a better evalLoss than 3 by 0.5"
-    assert ThreadCoordinators(2).together(act) == [([(0, None), (1, None), (2, 30)], True, said)] * 2
+    assert ThreadCoordinators(2).run_on_ranks(act) == [([(0, None), (1, None), (2, 30)], True, said)] * 2
 
 
 def test_a_run_at_its_end_does_not_stop_early() -> None:
@@ -32,7 +32,7 @@ def test_a_run_at_its_end_does_not_stop_early() -> None:
         mine = RankedEvaluations(job, 100, rank, lambda step: {"evalLoss": float(step)})
         return [mine.evaluate_if_due(step).get("stoppedEarly") for step in (50, 100)]
 
-    assert ThreadCoordinators(1).together(act) == [[None, None]]
+    assert ThreadCoordinators(1).run_on_ranks(act) == [[None, None]]
 
 
 def evaluations(rank: ThreadCoordinator, found: Mapping[str, float], **sections: object) -> RankedEvaluations:
@@ -50,7 +50,7 @@ def test_all_ranks_know_what_the_first_alone_has_measured() -> None:
             mine.is_among_best(10),
         )
 
-    assert ThreadCoordinators(2).together(act) == [({}, False, 10, True)] * 2
+    assert ThreadCoordinators(2).run_on_ranks(act) == [({}, False, 10, True)] * 2
 
 
 def test_without_keep_best_no_checkpoint_is_kept_for_its_evaluation() -> None:
@@ -58,7 +58,7 @@ def test_without_keep_best_no_checkpoint_is_kept_for_its_evaluation() -> None:
         mine = evaluations(rank, {"evalLoss": 2.0})
         return mine.evaluate_if_due(10).get("bestStep"), mine.is_among_best(10)
 
-    assert ThreadCoordinators(1).together(act) == [(10, False)]
+    assert ThreadCoordinators(1).run_on_ranks(act) == [(10, False)]
 
 
 def test_scores_by_another_measure_say_nothing_about_those_to_come() -> None:
@@ -69,4 +69,4 @@ def test_scores_by_another_measure_say_nothing_about_those_to_come() -> None:
         mine.load_state_dict({"measure": "evalLoss", "best": [{"step": 10, "value": 1.0}]})
         return [before, mine.as_fields()]
 
-    assert ThreadCoordinators(1).together(act) == [[{}, {"bestStep": 10, "bestScore": 1.0}]]
+    assert ThreadCoordinators(1).run_on_ranks(act) == [[{}, {"bestStep": 10, "bestScore": 1.0}]]

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_trainer.interchange import checkpoint_index, stored_tensor
 from moejob_trainer.interchange.inert_pickle import (
     GlobalName,
@@ -180,7 +180,7 @@ def test_damaged_pickles_are_refused_or_make_values_of_ours() -> None:
     ]
     read = 0
     before = {name: attributes_of(name) for name in NAMES}
-    for draw in drawn():
+    for draw in random_sources():
         read += _reads(draw, samples)
     assert read
     assert {name: attributes_of(name) for name in NAMES} == before
@@ -188,7 +188,7 @@ def test_damaged_pickles_are_refused_or_make_values_of_ours() -> None:
 
 def _reads(draw: random.Random, samples: list[bytes]) -> bool:
     try:
-        value = read_pickle(damaged(draw, samples), NAMES, has_stored_values=draw.random() < 0.5)
+        value = read_pickle(damage_sample(draw, samples), NAMES, has_stored_values=draw.random() < 0.5)
     except RefusedPickle:
         return False
     assert {type(each) for each in values_in(value)} <= {*OURS}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_trainer.interchange.stored_tensor import DTYPES, RefusedTensor, read_stored_tensor
 
 
-def saved(value: object) -> bytes:
+def save_bytes(value: object) -> bytes:
     """Return what torch.save writes."""
     written = io.BytesIO()
     torch.save(value, written)
@@ -28,7 +28,7 @@ def read(content: bytes, before: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_each_type_is_read_as_torch_wrote_it(dtype: torch.dtype) -> None:
     tensor = torch.randn(7, 5).to(dtype)
-    assert torch.equal(read(saved(tensor), before=777), tensor)
+    assert torch.equal(read(save_bytes(tensor), before=777), tensor)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_each_type_is_read_as_torch_wrote_it(dtype: torch.dtype) -> None:
     ],
 )
 def test_each_layout_is_read_as_torch_wrote_it(tensor: Tensor) -> None:
-    assert torch.equal(read(saved(tensor)), tensor.detach())
+    assert torch.equal(read(save_bytes(tensor)), tensor.detach())
 
 
 def packed(pickled: bytes, data: bytes, compression: int = zipfile.ZIP_STORED, order: bytes = b"little") -> bytes:
@@ -87,10 +87,10 @@ def test_the_description_of_the_rows_below_is_a_tensor() -> None:
         pytest.param(packed(pickle.dumps(print), b""), "it names", id="another name"),
         pytest.param(packed(pickle.dumps([1]), b""), "something else than one tensor", id="a list"),
         pytest.param(packed(b"N" * 100_000, b""), "100,000 bytes", id="large pickle"),
-        pytest.param(saved(torch.ones(2, dtype=torch.int64)), "it names torch.LongStorage", id="integers"),
-        pytest.param(saved({"a": torch.ones(2)}), "something else than one tensor", id="a dictionary"),
+        pytest.param(save_bytes(torch.ones(2, dtype=torch.int64)), "it names torch.LongStorage", id="integers"),
+        pytest.param(save_bytes({"a": torch.ones(2)}), "something else than one tensor", id="a dictionary"),
         pytest.param(b"", "no archive of a tensor", id="nothing"),
-        pytest.param(saved(torch.ones(2))[:-5], "no archive of a tensor", id="cut off"),
+        pytest.param(save_bytes(torch.ones(2))[:-5], "no archive of a tensor", id="cut off"),
     ],
 )
 def test_what_is_no_tensor_is_refused(content: bytes, reason: str) -> None:
@@ -99,10 +99,10 @@ def test_what_is_no_tensor_is_refused(content: bytes, reason: str) -> None:
 
 
 def test_a_damaged_tensor_is_refused_or_has_the_size_of_what_is_stored() -> None:
-    content = saved(torch.ones(4, 4))
-    for draw in drawn():
+    content = save_bytes(torch.ones(4, 4))
+    for draw in random_sources():
         try:
-            tensor = read(damaged(draw, [content]))
+            tensor = read(damage_sample(draw, [content]))
         except RefusedTensor:
             continue
         assert tensor.untyped_storage().nbytes() <= len(content)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.interchange import checkpoint_index
 from moejob_trainer.interchange.checkpoint_index import indexed_tensors
@@ -112,9 +112,9 @@ def test_an_index_that_makes_no_sense_is_refused(index: object, reason: str) -> 
 def test_a_damaged_index_is_refused_or_names_files_of_its_folder(checkpoint: Path) -> None:
     content = (checkpoint / ".metadata").read_bytes()
     whole = indexed_tensors(content)
-    for draw in drawn():
+    for draw in random_sources():
         try:
-            tensors = indexed_tensors(damaged(draw, [content]))
+            tensors = indexed_tensors(damage_sample(draw, [content]))
         except RefusedPickle:
             continue
         assert len(tensors) <= len(whole)

@@ -18,7 +18,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from moejob_api.contract.pods import Environment, PodProgress, TerminationMessage
 from moejob_trainer.launcher.launch import launch_pod
 from moejob_trainer.launcher.options import Options
@@ -31,18 +31,18 @@ LONGEST_SECONDS = 300.0
 Found = TypeVar("Found")
 
 
-def eventually(look: Callable[[], Found | None], what: str = "it", seconds: float = LONGEST_SECONDS) -> Found:
+def await_result(look: Callable[[], Found | None], what: str = "it", seconds: float = LONGEST_SECONDS) -> Found:
     """Return the first result of `look` that is one."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found = look()
-        if found:
-            return found
+        result = look()
+        if result:
+            return result
         time.sleep(0.02)
     raise AssertionError(f"{what} did not happen within {seconds} s")
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return whether a process runs; one that has ended and is not reaped yet does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -72,7 +72,7 @@ class Launcher:
         assert self.process.exitcode is not None, f"launcher {self.index} still runs:\n{self.log.read_text()}"
         return self.process.exitcode
 
-    def word(self) -> TerminationMessage:
+    def read_last_word(self) -> TerminationMessage:
         return TerminationMessage.model_validate_json(self.last_word.read_bytes())
 
     def get(self, path: str) -> tuple[int, str]:
@@ -84,18 +84,18 @@ class Launcher:
         except OSError:
             return 0, ""
 
-    def progress(self) -> PodProgress | None:
+    def read_progress(self) -> PodProgress | None:
         status, body = self.get("/progress")
         return PodProgress.model_validate_json(body) if status == 200 else None
 
-    def heard(self, wanted: Callable[[PodProgress], object], what: str = "readiness") -> PodProgress:
+    def await_progress(self, is_expected: Callable[[PodProgress], object], what: str = "readiness") -> PodProgress:
         """The pod's progress as soon as it is as wanted."""
 
-        def look() -> PodProgress | None:
-            seen = self.progress()
-            return seen if seen is not None and wanted(seen) else None
+        def find_progress() -> PodProgress | None:
+            progress = self.read_progress()
+            return progress if progress is not None and is_expected(progress) else None
 
-        return eventually(look, f"{what} of pod {self.index}")
+        return await_result(find_progress, f"{what} of pod {self.index}")
 
     def is_ready(self) -> bool:
         return self.get("/ready")[0] == 200
@@ -160,9 +160,9 @@ class Gang:
             logs=self.run_folder / "logs" if self.logs else None,
             lost_seconds=self.lost_seconds,
         )
-        environment = self.environment(index, self.attempt if attempt is None else attempt)
+        environment = self.pod_environment(index, self.attempt if attempt is None else attempt)
         environment[Environment.PROGRESS_PORT] = str(port or self.progress_port)
-        process = multiprocessing.get_context("fork").Process(target=_launch, args=(environment, options, log))
+        process = multiprocessing.get_context("fork").Process(target=_run_launcher, args=(environment, options, log))
         process.start()
         launcher = Launcher(index, process, port or self.progress_port, host, log, word)
         self.launchers.append(launcher)
@@ -171,9 +171,9 @@ class Gang:
     def start_all(self, program: str) -> list[Launcher]:
         return [self.start(program, index) for index in range(self.nodes)]
 
-    def environment(self, index: int, attempt: int) -> dict[str, str]:
+    def pod_environment(self, index: int, attempt: int) -> dict[str, str]:
         sections = {"lifecycle": {"progressDeadlineSeconds": self.progress_deadline}, **self._with_engines()}
-        described = spec(**merged(self.job, sections))
+        described = spec(**merge_sections(self.job, sections))
         engine: dict[str, str] = {} if self.engine is None else {Environment.ROLLOUT_PYTHON: str(self.engine)}
         return engine | {
             Environment.JOB: "job",
@@ -198,18 +198,20 @@ class Gang:
             return {}
         return {"method": "GRPO", "training": {"globalBatchSize": None}, "resources": {"accelerator": "CPU"}}
 
-    def notes(self, restart: int = 0) -> dict[int, dict[str, Any]]:
+    def await_start_notes(self, restart: int = 0) -> dict[int, dict[str, Any]]:
         """Return how every rank was started, once all of them were."""
         paths = [self.run_folder / f"start-{restart}-{rank}.json" for rank in range(self.nodes * self.ranks)]
         try:
-            eventually(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
+            await_result(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
         except AssertionError as error:
-            said = "\n".join(f"launcher of pod {one.index}:\n{one.log.read_text()}" for one in self.launchers)
-            raise AssertionError(f"{error}\n{said}") from None
+            logs = "\n".join(
+                f"launcher of pod {launcher.index}:\n{launcher.log.read_text()}" for launcher in self.launchers
+            )
+            raise AssertionError(f"{error}\n{logs}") from None
         return {rank: json.loads(path.read_text()) for rank, path in enumerate(paths)}
 
-    def pids(self, restart: int = 0) -> list[int]:
-        return [note["pid"] for note in self.notes(restart).values()]
+    def rank_pids(self, restart: int = 0) -> list[int]:
+        return [note["pid"] for note in self.await_start_notes(restart).values()]
 
     def allow(self, name: str) -> None:
         (self.run_folder / name).touch()
@@ -220,19 +222,19 @@ class Gang:
                 launcher.kill()
 
 
-def gone(pids: list[int]) -> None:
+def await_ends(pids: list[int]) -> None:
     """Wait until none of these processes lives."""
-    eventually(lambda: not any(lives(pid) for pid in pids), f"the end of {pids}")
+    await_result(lambda: not any(is_alive(pid) for pid in pids), f"the end of {pids}")
 
 
-def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None:
+def _run_launcher(environment: Mapping[str, str], options: Options, log: Path) -> None:
     # Other tests of this process may have a fork server of their own; it is no child of this one.
     vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))  # noqa: SLF001
     # Not the main module of pytest: ranks would import it.
     sys.modules["__main__"] = types.ModuleType("__main__")
-    written = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
+    log_file = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(log_file, 1)
+    os.dup2(log_file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     os.environ["PYTHONPATH"] = str(TESTS)

@@ -17,7 +17,7 @@ from moejob_api.contract.pod_environment import read_environment, spec_text
 from moejob_api.contract.pods import Environment
 from moejob_trainer.launcher.engine_processes import engine_commands
 from moejob_trainer.launcher.pod import TrainerPod
-from trainer.launcher.launchers import Gang, eventually, gone, lives
+from trainer.launcher.launchers import Gang, await_ends, await_result, is_alive
 
 Make = Callable[..., Gang]
 
@@ -52,7 +52,7 @@ def started(engine: Path, times: int) -> list[list[str]]:
         lines = note.read_text().splitlines() if note.exists() else []
         return [line.split() for line in lines] if len(lines) >= times else None
 
-    return eventually(look, f"start {times} of an engine")
+    return await_result(look, f"start {times} of an engine")
 
 
 def test_an_engine_starts_beside_the_ranks_and_ends_with_the_launcher(gang: Make, engine: Path) -> None:
@@ -62,14 +62,14 @@ def test_an_engine_starts_beside_the_ranks_and_ends_with_the_launcher(gang: Make
     ((pid, worker, *said),) = started(engine, 1)
     assert said == ["rollout", "0", "-m", "moejob_rollout"]
     assert engine.with_name("asked").read_text().split() == [pid]
-    gone([int(pid), int(worker)])
+    await_ends([int(pid), int(worker)])
 
 
 def test_an_engine_outlives_ranks_that_are_restarted_in_place(gang: Make, engine: Path) -> None:
     job = gang(engine=engine)
     launcher = job.start("finish_when_restarted")
-    os.kill(job.pids()[0], signal.SIGKILL)
-    job.pids(restart=1)
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    job.rank_pids(restart=1)
     assert launcher.exit_code() == 0
     assert len(started(engine, 1)) == 1
 
@@ -77,19 +77,19 @@ def test_an_engine_outlives_ranks_that_are_restarted_in_place(gang: Make, engine
 def test_an_engine_that_dies_is_started_again_without_its_old_workers(gang: Make, engine: Path) -> None:
     job = gang(engine=engine)
     job.start("work")
-    ranks = job.pids()
+    ranks = job.rank_pids()
     ((pid, worker, *_),) = started(engine, 1)
     os.kill(int(pid), signal.SIGKILL)
     again = started(engine, 2)[1]
-    gone([int(pid), int(worker)])
-    assert lives(int(again[0]))
-    assert all(lives(rank) for rank in ranks)
+    await_ends([int(pid), int(worker)])
+    assert is_alive(int(again[0]))
+    assert all(is_alive(rank) for rank in ranks)
 
 
 def test_a_pod_without_the_rollout_environment_says_which_image_has_it(gang: Make, tmp_path: Path) -> None:
     launcher = gang(engine=tmp_path / "nowhere").start("finish")
     assert launcher.exit_code() == 78
-    assert "nowhere is no program; give resources.image" in launcher.word().message
+    assert "nowhere is no program; give resources.image" in launcher.read_last_word().message
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_engines_follow_from_the_job(
     sections: dict[str, Any], visible: str | None, expected: Sequence[tuple[str, str | None]]
 ) -> None:
     index = 2 if "resources" not in sections else 4
-    given = Gang(Path("/run"), nodes=5, ranks=4, engine=Path(sys.executable)).environment(index, attempt=1)
+    given = Gang(Path("/run"), nodes=5, ranks=4, engine=Path(sys.executable)).pod_environment(index, attempt=1)
     text = spec_text(spec(method="GRPO", **sections))
     pod = read_environment(TrainerPod, given | {Environment.SPEC: text, Environment.PROGRESS_PORT: "9400"})
     environ = {"PYTHONPATH": "trainer", "HOME": "/"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -127,4 +127,6 @@ def test_an_engine_that_cannot_start_ends_the_job_with_its_last_line(gang: Make,
     (job.run_folder / "logs").mkdir(parents=True)
     launcher = job.start("work")
     assert launcher.exit_code() == 78, launcher.log.read_text()
-    assert launcher.word().message == "engine 0 cannot start: model.source names no model that vLLM knows: Mamba"
+    assert (
+        launcher.read_last_word().message == "engine 0 cannot start: model.source names no model that vLLM knows: Mamba"
+    )

@@ -16,7 +16,9 @@ from trainer.launcher.launchers import Gang
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    whole = Gang(Path("/nowhere"), nodes=4, ranks=8).environment(index=2, attempt=7) | {"MOEJOB_PROGRESS_PORT": "9400"}
+    whole = Gang(Path("/nowhere"), nodes=4, ranks=8).pod_environment(index=2, attempt=7) | {
+        "MOEJOB_PROGRESS_PORT": "9400"
+    }
     return {name: value for name, value in (whole | changes).items() if value is not None}
 
 

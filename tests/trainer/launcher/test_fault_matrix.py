@@ -22,8 +22,8 @@ import pytest
 from moejob_api.contract.pods import ExitCode, RunPhase
 from trainer import random_model
 from trainer.launcher.held_rank import held_note, holding
-from trainer.launcher.launchers import Gang, Launcher, eventually, lives
-from trainer.runs import TINY, steps
+from trainer.launcher.launchers import Gang, Launcher, await_result, is_alive
+from trainer.runs import TINY, read_steps
 
 Make = Callable[..., Gang]
 DEADLINE_SECONDS = 15
@@ -85,11 +85,11 @@ class SupervisedRun:
                 if start <= after or not all(note.exists() for note in notes):
                     continue
                 pids = [int(note.read_text()) for note in notes]
-                if all(lives(pid) for pid in pids):
+                if all(is_alive(pid) for pid in pids):
                     return start, dict(enumerate(pids))
             return None
 
-        return eventually(look, f"the phase {phase}")
+        return await_result(look, f"the phase {phase}")
 
     def done(self) -> bool:
         """Return whether the run has come to its end."""
@@ -115,7 +115,7 @@ class SupervisedRun:
                 return server
             case Victim.RANKS_STORE:
                 children = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
-                return next(pid for pid in children if lives(pid) and pid not in ranks.values())
+                return next(pid for pid in children if is_alive(pid) and pid not in ranks.values())
             case Victim.FIRST_RANK:
                 return ranks[0]
             case _:
@@ -159,11 +159,11 @@ def run_chain(
         run.send(victim, number, ranks)
         holding(made.run_folder, phase).unlink()
         if following is None:
-            eventually(run.done, "the end of the run")
+            await_result(run.done, "the end of the run")
         else:
             run.held(following, after)
         write_cell(phase.name, victim, number.name, f"{time.monotonic() - began:.0f}")
-    assert {step.step for step in steps(made.run_folder)} == {1, 2, 3}
+    assert {step.step for step in read_steps(made.run_folder)} == {1, 2, 3}
     assert list((made.run_folder / "export").glob("*.safetensors"))
     return run
 

@@ -12,10 +12,10 @@ from urllib.request import urlopen
 import pytest
 
 from connections import is_over
-from fuzzing import drawn
+from fuzzing import random_sources
 from moejob_api.contract.pods import PodProgress
 from moejob_trainer.launcher.http_server import CONNECTIONS, REQUEST_BYTES, ProgressServer, _ProgressHandler
-from trainer.launcher.launchers import eventually
+from trainer.launcher.launchers import await_result
 
 READY = PodProgress(attempt=1, index=0, ready=True)
 HOST = "127.0.0.1"
@@ -48,7 +48,7 @@ def test_connections_that_say_nothing_give_way_and_are_bounded(server: ProgressS
         assert silent[0].recv(1) == b""
         silent[-1].sendall(b"GET /ready HTTP/1.0\r\n\r\n")
         assert silent[-1].recv(12) == b"HTTP/1.0 200"
-        eventually(lambda: threading.active_count() - before <= CONNECTIONS, "the end of their threads")
+        await_result(lambda: threading.active_count() - before <= CONNECTIONS, "the end of their threads")
 
 
 def test_a_request_that_never_ends_is_hung_up_on_when_its_time_is_over() -> None:
@@ -57,7 +57,7 @@ def test_a_request_that_never_ends_is_hung_up_on_when_its_time_is_over() -> None
     with connected(server) as client:
         client.sendall(b"GET /progress HTTP/1.0\r\n")
         client.settimeout(0.05)
-        eventually(lambda: is_over(client), "the server to hang up")
+        await_result(lambda: is_over(client), "the server to hang up")
     assert is_ready(server)
     server.close()
 
@@ -101,7 +101,7 @@ WORDS = (
 def test_no_request_does_more_than_be_answered() -> None:
     """Whatever nearly makes a request gets one answer or none, and raises nothing."""
     sent = answered = 0
-    for draw in drawn():
+    for draw in random_sources():
         parts = (draw.choice(WORDS) if draw.random() < 0.9 else draw.randbytes(3) for _ in range(draw.randrange(1, 12)))
         connection = _Connection(b"".join(parts) * draw.choice((1, 1, 1, 2000)))
         _Handler(connection, (HOST, 1), None)  # type: ignore[arg-type]

@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.launcher.launchers import Gang, gone, lives
+from trainer.launcher.launchers import Gang, await_ends, is_alive
 
 Make = Callable[..., Gang]
 
 
 def store_of(job: Gang, restart: int = 0) -> int:
     """The process of the store: the only child of the fork server that is no rank."""
-    server = next(iter(job.notes(restart).values()))["parent"]
+    server = next(iter(job.await_start_notes(restart).values()))["parent"]
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     # One that has ended stays a child until the server has looked.
-    (store,) = {int(pid) for pid in children if lives(int(pid))} - set(job.pids(restart))
+    (store,) = {int(pid) for pid in children if is_alive(int(pid))} - set(job.rank_pids(restart))
     return store
 
 
@@ -27,12 +27,12 @@ def test_ranks_of_each_round_have_a_store_of_their_own_that_ends_with_it(gang: M
     job = gang()
     launcher = job.start("work")
     first = store_of(job)
-    os.kill(job.pids()[0], signal.SIGKILL)
-    job.notes(restart=1)
-    gone([first])
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    job.await_start_notes(restart=1)
+    await_ends([first])
     second = store_of(job, restart=1)
     launcher.kill()
-    gone([second])
+    await_ends([second])
 
 
 def test_ranks_that_lose_their_store_meet_in_another(gang: Make) -> None:
@@ -49,7 +49,7 @@ def test_ranks_whose_store_ends_while_they_need_none_are_started_again(gang: Mak
     job = gang()
     launcher = job.start("work")
     os.kill(store_of(job), signal.SIGKILL)
-    job.notes(restart=1)
+    job.await_start_notes(restart=1)
     assert "the store in which ranks meet has ended" in launcher.log.read_text()
 
 

@@ -30,7 +30,7 @@ def rendezvous(gang: Gang, index: int) -> Rendezvous:
 
 
 def pod_environment(gang: Gang, index: int) -> dict[str, str]:
-    return gang.environment(index, attempt=1) | {"MOEJOB_PROGRESS_PORT": "9400"}
+    return gang.pod_environment(index, attempt=1) | {"MOEJOB_PROGRESS_PORT": "9400"}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moejob_api.contract.pods import PodOutcome, PodProgress
 from ports import free_port
-from trainer.launcher.launchers import Gang, Launcher, eventually, gone
+from trainer.launcher.launchers import Gang, Launcher, await_ends, await_result
 
 Make = Callable[..., Gang]
 
@@ -19,7 +19,7 @@ def test_ranks_are_numbered_pod_by_pod_in_the_order_of_the_indices_with_eleven_p
     for index in (10, 2, 9, 1, 0, 8, 3, 7, 4, 6, 5):
         job.start("finish", index)
     assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 11
-    notes = job.notes()
+    notes = job.await_start_notes()
     assert [(notes[rank]["RANK"], notes[rank]["GROUP_RANK"]) for rank in range(11)] == [
         (str(index), str(index)) for index in range(11)
     ]
@@ -31,16 +31,16 @@ def test_ranks_of_all_pods_meet_under_their_numbers(gang: Make) -> None:
         job.start("gather_ranks", index)
     assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 3
     # Each row is a rank and the index of its pod, as every rank has heard it from all others.
-    assert all(note["everyone"] == [[0, 0], [1, 1], [2, 2]] for note in job.notes().values())
+    assert all(note["everyone"] == [[0, 0], [1, 1], [2, 2]] for note in job.await_start_notes().values())
 
 
 def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_the_restart(gang: Make) -> None:
     job = gang(nodes=2)
     first, second = job.start_all("work")
-    pids = job.pids()
+    pids = job.rank_pids()
     os.kill(pids[3], signal.SIGKILL)
-    gone(pids)
-    notes = job.notes(restart=1)
+    await_ends(pids)
+    notes = job.await_start_notes(restart=1)
     assert [int(note["GROUP_RANK"]) for note in notes.values()] == [0, 0, 1, 1]
     assert [ready(launcher).restarts for launcher in (first, second)] == [0, 1]
     assert "rank 3 was killed by signal 9" in first.log.read_text()
@@ -49,16 +49,16 @@ def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_th
 def test_ranks_that_die_in_two_pods_at_once_are_one_restart(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     launchers = job.start_all("work")
-    for pid in job.pids():
+    for pid in job.rank_pids():
         os.kill(pid, signal.SIGKILL)
-    assert len(job.notes(restart=1)) == 2
+    assert len(job.await_start_notes(restart=1)) == 2
     assert sum(ready(launcher).restarts for launcher in launchers) == 1
 
 
 def test_all_pods_end_when_the_ranks_of_all_have_ended(gang: Make) -> None:
     job = gang(nodes=2)
     launchers = job.start_all("finish_in_the_order_of_ranks")
-    job.notes()
+    job.await_start_notes()
     for rank in range(4):
         assert all(launcher.process.is_alive() for launcher in launchers)
         job.allow(f"go-{rank}")
@@ -68,28 +68,28 @@ def test_all_pods_end_when_the_ranks_of_all_have_ended(gang: Make) -> None:
 def test_a_rank_that_fails_after_another_pod_is_done_makes_both_start_again(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("fail_at_the_end_elsewhere")
-    first.heard(lambda seen: seen.ready and not seen.ranks, "the end of the ranks")
+    first.await_progress(lambda seen: seen.ready and not seen.ranks, "the end of the ranks")
     job.allow("go-0")
     assert [launcher.exit_code() for launcher in (first, second)] == [0, 0]
-    assert len(job.notes(restart=1)) == 2
+    assert len(job.await_start_notes(restart=1)) == 2
 
 
 def test_bad_configuration_on_one_pod_ends_all_with_the_same_word(gang: Make) -> None:
     job = gang(nodes=2)
     launchers = job.start_all("refuse_on_another_node")
-    job.notes()
+    job.await_start_notes()
     job.allow("go-0")
     assert [launcher.exit_code() for launcher in launchers] == [78, 78]
-    assert launchers[0].word() == launchers[1].word()
-    assert launchers[0].word().rank == 3
+    assert launchers[0].read_last_word() == launchers[1].read_last_word()
+    assert launchers[0].read_last_word().rank == 3
 
 
 def test_a_stop_of_pod_0_stops_all_after_saving(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("save_slowly")
-    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
+    await_result(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
     first.signal(signal.SIGTERM)
-    eventually((job.run_folder / "stop-all").exists, "the stop")
+    await_result((job.run_folder / "stop-all").exists, "the stop")
     job.allow("saved")
     assert [launcher.exit_code() for launcher in (first, second)] == [143, 143]
 
@@ -99,36 +99,36 @@ def test_a_stop_of_another_pod_stops_the_ranks_of_all_after_saving_and_the_other
 ) -> None:
     job = gang(nodes=3, ranks=1)
     first, second, third = job.start_all("save_slowly_once")
-    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in range(3)), "handlers")
+    await_result(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in range(3)), "handlers")
     second.signal(signal.SIGTERM)
-    eventually((job.run_folder / "stop-all").exists, "the stop")
+    await_result((job.run_folder / "stop-all").exists, "the stop")
     job.allow("saved")
     assert second.exit_code() == 143
     job.start("save_slowly_once", index=1)
-    assert len(job.notes(restart=1)) == 3
+    assert len(job.await_start_notes(restart=1)) == 3
     assert [ready(launcher).restarts for launcher in (first, third)] == [0, 0]
 
 
 def test_all_pods_that_are_asked_to_stop_go(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("save_slowly")
-    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
+    await_result(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
     second.signal(signal.SIGTERM)
     job.allow("saved")
     assert second.exit_code() == 143
-    eventually(lambda: "for a pod was asked to" in first.log.read_text(), "the first to wait")
+    await_result(lambda: "for a pod was asked to" in first.log.read_text(), "the first to wait")
     first.signal(signal.SIGTERM)
-    assert (first.exit_code(), first.word().outcome) == (143, PodOutcome.PREEMPTED)
+    assert (first.exit_code(), first.read_last_word().outcome) == (143, PodOutcome.PREEMPTED)
 
 
 def test_a_killed_launcher_is_replaced_and_the_others_start_again_with_the_new_one(gang: Make) -> None:
     job = gang(nodes=2)
     first, second = job.start_all("work")
-    pids = job.pids()
+    pids = job.rank_pids()
     second.kill()
     replacement = job.start("work", index=1)
-    gone(pids)
-    assert [int(note["GROUP_RANK"]) for note in job.notes(restart=1).values()] == [0, 0, 1, 1]
+    await_ends(pids)
+    assert [int(note["GROUP_RANK"]) for note in job.await_start_notes(restart=1).values()] == [0, 0, 1, 1]
     assert [beat.rank for beat in ready(replacement).ranks] == [2, 3]
     # The lost pod is the operator's to charge.
     assert ready(first).restarts == 0
@@ -140,37 +140,37 @@ def test_a_pod_that_falls_silent_takes_the_ranks_of_the_others_down_and_its_abse
 ) -> None:
     job = gang(nodes=2, lost_seconds=2.0, progress_deadline=10)
     first, second = job.start_all("beat_for_ever")
-    pids = job.pids()
+    pids = job.rank_pids()
     second.signal(signal.SIGSTOP)
-    gone(pids[:2])
+    await_ends(pids[:2])
     assert first.exit_code() == 1
-    assert first.word().outcome is PodOutcome.LOST_PEERS
-    assert first.word().message == "pod 1 did not come back within 10 s"
+    assert first.read_last_word().outcome is PodOutcome.LOST_PEERS
+    assert first.read_last_word().message == "pod 1 did not come back within 10 s"
     assert "pod 1 has not been heard for 2 s" in first.log.read_text()
 
 
 def test_a_process_whose_pod_has_been_replaced_goes_away_when_it_wakes_up(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("work")
-    job.notes()
+    job.await_start_notes()
     second.signal(signal.SIGSTOP)
     job.start("work", index=1, port=free_port())
-    job.notes(restart=1)
+    job.await_start_notes(restart=1)
     second.signal(signal.SIGCONT)
     assert second.exit_code() == 1
-    assert second.word().outcome is PodOutcome.LOST_PEERS
-    assert "has taken the place of pod 1" in second.word().message
-    assert ready(first).ranks[0].pid == job.pids(restart=1)[0]
+    assert second.read_last_word().outcome is PodOutcome.LOST_PEERS
+    assert "has taken the place of pod 1" in second.read_last_word().message
+    assert ready(first).ranks[0].pid == job.rank_pids(restart=1)[0]
 
 
 def test_without_pod_0_the_others_end(gang: Make) -> None:
     job = gang(nodes=2)
     first, second = job.start_all("work")
-    pids = job.pids()
+    pids = job.rank_pids()
     first.kill()
     assert second.exit_code() == 1
-    assert second.word().outcome is PodOutcome.LOST_PEERS
-    gone(pids)
+    assert second.read_last_word().outcome is PodOutcome.LOST_PEERS
+    await_ends(pids)
 
 
 def test_a_pod_of_another_attempt_is_turned_away(gang: Make) -> None:
@@ -178,22 +178,22 @@ def test_a_pod_of_another_attempt_is_turned_away(gang: Make) -> None:
     job.start("work")
     late = job.start("work", index=1, attempt=4)
     assert late.exit_code() == 1
-    assert late.word().outcome is PodOutcome.LOST_PEERS
-    assert "belongs to another attempt" in late.word().message
+    assert late.read_last_word().outcome is PodOutcome.LOST_PEERS
+    assert "belongs to another attempt" in late.read_last_word().message
     job.start("work", index=1)
-    assert {note["MOEJOB_ATTEMPT"] for note in job.notes().values()} == {"5"}
+    assert {note["MOEJOB_ATTEMPT"] for note in job.await_start_notes().values()} == {"5"}
 
 
 def test_the_pod_at_fault_leaves_after_its_restarts_and_the_others_wait_for_its_replacement(gang: Make) -> None:
     job = gang(nodes=2)
     first, second = job.start_all("fail_on_another_node")
     assert second.exit_code() == 1
-    assert (second.word().outcome, second.word().rank) == (PodOutcome.RANK_FAILED, 2)
+    assert (second.read_last_word().outcome, second.read_last_word().rank) == (PodOutcome.RANK_FAILED, 2)
     assert first.process.is_alive()
     job.start("work", index=1)
-    assert len(job.notes(restart=3)) == 4
+    assert len(job.await_start_notes(restart=3)) == 4
     assert ready(first).restarts == 0
 
 
 def ready(launcher: Launcher) -> PodProgress:
-    return launcher.heard(lambda seen: seen.ready)
+    return launcher.await_progress(lambda seen: seen.ready)

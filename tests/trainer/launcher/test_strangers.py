@@ -48,7 +48,7 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
 
 def test_a_stranger_cannot_end_a_job(gang: Gang) -> None:
     launcher = gang.start("finish_when_allowed")
-    gang.notes()
+    gang.await_start_notes()
     with pytest.raises(RuntimeError):
         TCPStore(LOOPBACK, gang.rendezvous, is_master=False, timeout=timedelta(seconds=3)).compare_set(
             "round/0/end", "", BAD_END.model_dump_json()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moejob_trainer.launcher.temporary_files import launcher_folder
-from trainer.launcher.launchers import Gang, eventually
+from trainer.launcher.launchers import Gang, await_result
 
 
 @pytest.fixture
@@ -57,20 +57,20 @@ def test_the_next_launcher_removes_what_a_killed_one_left_and_nothing_of_a_livin
 
     job = gang(ranks=1)
     killed = job.start("work")
-    job.pids()
+    job.rank_pids()
     (orphan,) = folders()
     # What its fork server listens at lies in there, too.
     assert [*orphan.glob("listener-*")]
     killed.kill()
     assert folders() == {orphan}
     job.start("work", attempt=2)
-    (living,) = eventually(lambda: folders() - {orphan}, "another folder")
-    eventually(lambda: not orphan.exists(), "the removal of what was left")
+    (living,) = await_result(lambda: folders() - {orphan}, "another folder")
+    await_result(lambda: not orphan.exists(), "the removal of what was left")
     other = gang(ranks=1)
     other.folder = job.folder / "other"
     other.folder.mkdir()
     other.start("work", attempt=1)
-    other.pids()
+    other.rank_pids()
     assert living in folders()
     assert len(folders()) == 2
     assert {path.name.partition("-")[0] for path in parent.iterdir()} == {"moejob"}

@@ -10,7 +10,7 @@ from gpu.twins import bounds_of
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.float8 import Float8Weight, quantize_columns, quantize_rows
 from moejob_trainer.layers.summed_linear import summed_linear
-from trainer.parity.float8 import rounded as reference
+from trainer.parity.float8 import round_rows as reference
 from trainer.tolerance import assert_all_close
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.generation_offload import make_generation_offload
 from moejob_trainer.megatron.shares import local_part
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
-from trainer.parity.cells import STEPS, Cell, loss_of, micro_batches, started
+from trainer.parity.cells import STEPS, Cell, make_loss, micro_batches, start_engine
 from trainer.worlds import Worlds
 
 CELLS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def test_a_run_that_offloads_between_updates_trains_the_same_to_the_bit(
     worlds: Worlds, reference: Any, name: str
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
-    cell = Cell(Family.QWEN3_MOE, merged({}, CELLS[name]))
+    cell = Cell(Family.QWEN3_MOE, merge_sections({}, CELLS[name]))
     calm = worlds.run(cell.ranks(), losses, cell, folder, False)[0]
     for offloaded in worlds.run(cell.ranks(), losses, cell, folder, True):
         assert offloaded == calm
@@ -40,7 +40,7 @@ def test_a_run_that_offloads_between_updates_trains_the_same_to_the_bit(
 def losses(cell: Cell, folder: Path, offloads: bool) -> list[tuple[float, float]]:
     """Losses and gradient norms of one rank, whose tensors leave before each update or stay."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         offload = make_generation_offload(engine.stages, engine.data_parallel, parameters=True, gradients=True)
         found = []
@@ -49,7 +49,7 @@ def losses(cell: Cell, folder: Path, offloads: bool) -> list[tuple[float, float]
                 offload.move_to_host()
                 assert _held(engine) == 0
                 offload.move_to_device()
-            result = engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
+            result = engine.update(micro_batches(cell, engine, step), make_loss(cell, engine))
             found.append((result.loss, result.gradient_norm))
     finally:
         stop_groups()
@@ -74,7 +74,7 @@ def test_what_a_job_does_not_name_stays(worlds: Worlds, reference: Any) -> None:
 def parts_held(cell: Cell, folder: Path) -> tuple[int, int]:
     """Bytes that stay when gradients leave alone, and when weights do."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         found = []
         for parameters in (False, True):

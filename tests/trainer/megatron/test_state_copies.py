@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.megatron import copy_memory, state_copies
@@ -24,8 +24,8 @@ from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.state_copies import StateCopies
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
-from trainer.parity.cells import Cell, loss_of, micro_batches, started
-from trainer.parity.checkpoints import state_in, unequal
+from trainer.parity.cells import Cell, make_loss, micro_batches, start_engine
+from trainer.parity.checkpoints import state_in, unequal_names
 from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 CELLS: dict[str, tuple[Family, dict[str, Any]]] = {
     "ZeRO-1": (Family.QWEN3_MOE, {"parallelism": {"expert": 2, "data": 2}}),
     "FSDP": (Family.QWEN3_MOE, {"parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}}),
-    "weights and remainders": (Family.QWEN3_MOE, merged(BFLOAT16, {"parallelism": {"data": 2}})),
+    "weights and remainders": (Family.QWEN3_MOE, merge_sections(BFLOAT16, {"parallelism": {"data": 2}})),
     "a bias that moves": (Family.DEEPSEEK_V3, {"moe": {"balancing": "ExpertBias"}}),
 }
 
@@ -65,12 +65,12 @@ def test_an_update_waits_for_the_copies_of_a_save_that_began_before_it(
     worlds: Worlds, reference: Any, tmp_path: Path, name: str
 ) -> None:
     at_once, beside = _saves(worlds, reference, tmp_path, name, waits=True)
-    assert unequal(state_in(beside), state_in(at_once)) == []
+    assert unequal_names(state_in(beside), state_in(at_once)) == []
 
 
 def test_an_update_that_did_not_wait_would_be_seen(worlds: Worlds, reference: Any, tmp_path: Path) -> None:
     at_once, beside = _saves(worlds, reference, tmp_path, "a bias that moves", waits=False)
-    kinds = {kind for kind, _ in unequal(state_in(beside), state_in(at_once))}
+    kinds = {kind for kind, _ in unequal_names(state_in(beside), state_in(at_once))}
     assert kinds == {"weight", "firstMoment", "secondMoment"}
 
 
@@ -87,7 +87,7 @@ def _saves(worlds: Worlds, reference: Any, tmp_path: Path, name: str, *, waits: 
 def saved_twice(cell: Cell, first: Path, at_once: Path, beside: Path, waits: bool) -> bool:
     """Save at once, and again while the next update has begun; return whether that has waited."""
     use_cpu()
-    engine = started(cell, first)
+    engine = start_engine(cell, first)
     try:
         _update(cell, engine, 0)
         with ThreadPoolExecutor(1) as background:
@@ -113,7 +113,7 @@ def _files(engine: MegatronTrainingEngine, background: Executor) -> StateFiles:
 
 
 def _update(cell: Cell, engine: MegatronTrainingEngine, step: int) -> None:
-    engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
+    engine.update(micro_batches(cell, engine, step), make_loss(cell, engine))
 
 
 def test_an_update_goes_on_beside_a_save_whose_file_cannot_be_written(
@@ -126,7 +126,7 @@ def test_an_update_goes_on_beside_a_save_whose_file_cannot_be_written(
 def updated_beside(cell: Cell, first: Path, nowhere: Path) -> bool:
     """Update beside a save into a folder that is not there; return whether the save has failed."""
     use_cpu()
-    engine = started(cell, first)
+    engine = start_engine(cell, first)
     try:
         with ThreadPoolExecutor(1) as background:
             pending = _files(engine, background).start_writing(nowhere)
@@ -142,16 +142,16 @@ def test_a_save_that_training_waits_for_is_the_same_and_copies_nothing_ahead(
     folder, _ = reference(Family.QWEN3_MOE)
     for name, is_asynchronous in (("copied", True), ("awaited", False)):
         (tmp_path / name).mkdir()
-        sections = merged(BFLOAT16, {"parallelism": {"data": 2}, "checkpoint": {"async": is_asynchronous}})
+        sections = merge_sections(BFLOAT16, {"parallelism": {"data": 2}, "checkpoint": {"async": is_asynchronous}})
         copied = worlds.run(2, saved_once, Cell(Family.QWEN3_MOE, sections), folder, tmp_path / name)
         assert copied == [is_asynchronous] * 2
-    assert unequal(state_in(tmp_path / "awaited"), state_in(tmp_path / "copied")) == []
+    assert unequal_names(state_in(tmp_path / "awaited"), state_in(tmp_path / "copied")) == []
 
 
 def saved_once(cell: Cell, first: Path, folder: Path) -> bool:
     """Save after an update; return whether a copy of the state was made."""
     use_cpu()
-    engine = started(cell, first)
+    engine = start_engine(cell, first)
     try:
         _update(cell, engine, 0)
         with ThreadPoolExecutor(1) as background:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
@@ -86,7 +86,7 @@ def _counted(parameters: list[torch.nn.Parameter]) -> LocalParameters:
 def test_every_stage_holds_and_trains_what_planning_counts(name: str, layout: str, trained: str) -> None:
     family, changes = MODELS[name]
     model = read_architecture(config(family, **SIZES | changes))
-    job = spec(**merged(TRAINED[trained], {"parallelism": LAYOUTS[layout]}))
+    job = spec(**merge_sections(TRAINED[trained], {"parallelism": LAYOUTS[layout]}))
     sizes = layout_of(job.parallelism, 8)
     case = prepare_case(job, model.shape, sizes)
     for stage in case.stages:

@@ -32,11 +32,11 @@ from trainer.parity.cells import (
     MODELS,
     Cell,
     assert_like,
-    loss_of,
+    make_loss,
     micro_batches,
     reference_model,
-    started,
-    trained,
+    start_engine,
+    train_cell,
     write_reference,
 )
 from trainer.parity.lora import ALPHA, LORA, RANK
@@ -101,7 +101,7 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
 def _refusal(cell: Cell, folder: Path, act: Callable[[MegatronTrainingEngine, ModelChecks], object]) -> str:
     """Return the refusal of a check on a rank of the cell. Two neighbouring ranks are on each node."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     node = engine.placement.model_groups.rank // RANKS_PER_NODE
     try:
         act(engine, ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), node))
@@ -121,7 +121,7 @@ def exported(cell: Cell, folder: Path, target: Path, mistake: str) -> str:
     """Return the refusal of an export's check after a step; one rank's part."""
 
     def act(engine: MegatronTrainingEngine, checks: ModelChecks) -> None:
-        engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
 
         def check(unfinished: Path) -> None:
             if mistake:
@@ -225,7 +225,7 @@ def test_a_stage_without_a_layer_computes_and_trains_its_end_of_the_model(
     expected = write_reference(Family.QWEN3_MOE, tmp_path, num_hidden_layers=layers)
     cell = Cell(Family.QWEN3_MOE, {"parallelism": parallelism})
     assert set(worlds.run(cell.ranks(), imported, cell, tmp_path)) == {""}
-    assert_like(worlds.run(cell.ranks(), trained, cell, tmp_path), expected, within=1e-5)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, tmp_path), expected, within=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

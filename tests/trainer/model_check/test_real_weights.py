@@ -26,7 +26,7 @@ from moejob_trainer.model_check.checks import ModelChecks
 from real_models import DENSE, MIXTRAL, QWEN3_MOE, find_real_model
 from trainer.conversion.published import values_of
 from trainer.conversion.test_quantized import eighths
-from trainer.parity.cells import Cell, loss_of, micro_batches, started
+from trainer.parity.cells import Cell, make_loss, micro_batches, start_engine
 from trainer.worlds import Worlds
 
 FAMILIES = {DENSE: Family.LLAMA, MIXTRAL: Family.MIXTRAL, QWEN3_MOE: Family.QWEN3_MOE}
@@ -115,7 +115,7 @@ def refusal(act: Callable[[], object]) -> str:
 def import_refusals(cell: Cell, folder: Path, mistakes: Sequence[str] = ()) -> dict[str, str]:
     """Return the refusal of an import's check after no mistake, and after each of some."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     checks = ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), 0)
     right = {name: tensor.clone() for name, tensor in named_weights(engine.stages).items()}
     refusals = {}
@@ -135,11 +135,11 @@ def import_refusals(cell: Cell, folder: Path, mistakes: Sequence[str] = ()) -> d
 def trained_and_exported(cell: Cell, folder: Path) -> str:
     """Return the refusal of an export's check after an update of all weights, or of adapters."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     checks = ModelChecks(engine, derive_layout(cell.spec().parallelism, 8), 0)
 
     def act() -> None:
-        engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
         groups, base, lora = engine.placement.model_groups, folder / "first", engine.spec.training.lora
         if lora is None:
             target = ExportTarget(folder / "export", base, getattr(torch, engine.spec.model.dtype.value))

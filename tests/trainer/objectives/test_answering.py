@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan
@@ -21,10 +21,10 @@ from moejob_trainer.data.stream import BatchShare
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.answering import AnswerBounds, generate_answers
-from trainer.parity.cells import LAYOUTS, Cell, loss_of, micro_batches, started
+from trainer.parity.cells import LAYOUTS, Cell, make_loss, micro_batches, start_engine
 from trainer.parity.lora import LORA, merge_into
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 MOST = 9
@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
     return [random.integers(3, 38, length).tolist() for length in LENGTHS]
 
 
-def published(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_published_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of the reference, as Transformers loads it; with adapters where the folder has them."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder / "first", dtype=dtype, attn_implementation="eager", experts_implementation="eager"
@@ -63,7 +63,7 @@ def published(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 def generated(folder: Path, stop: int | None = None) -> list[list[int]]:
     """The answers that Transformers generates greedily, one prompt at a time."""
-    model: Any = published(folder)
+    model: Any = make_published_model(folder)
     found = []
     for prompt in prompts():
         tokens = model.generate(
@@ -81,10 +81,10 @@ def generated(folder: Path, stop: int | None = None) -> list[list[int]]:
 def answered(cell: Cell, folder: Path, stop: int, trains: bool = False) -> list[list[int]]:
     """The answers of the cell's engine; one rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         if trains:
-            engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+            engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
         plan = batch_plan(engine.spec, layout_of(engine.spec.parallelism, 8), pad_token=0)
         return generate_answers(
             engine, prompts(), AnswerBounds({stop}, MOST), BatchShare(plan, engine.groups.data.rank)
@@ -118,7 +118,7 @@ ALWAYS = (
 )
 
 
-@pytest.mark.parametrize("layout", rows(ALL, ALWAYS))
+@pytest.mark.parametrize("layout", make_rows(ALL, ALWAYS))
 def test_every_layout_answers_as_transformers_does(worlds: Worlds, reference: Reference, layout: str) -> None:
     _holds(worlds, reference, Cell(Family.QWEN3_MOE, ALL[layout]))
 
@@ -132,13 +132,13 @@ def test_every_kind_of_model_answers_as_transformers_does(worlds: Worlds, refere
 def test_adapters_answer_as_transformers_does_with_them_merged(
     worlds: Worlds, lora_reference: Reference, layout: str
 ) -> None:
-    adapted = merged(ALL[layout], {"training": {"lora": LORA}})
+    adapted = merge_sections(ALL[layout], {"training": {"lora": LORA}})
     _holds(worlds, lora_reference, Cell(Family.QWEN3_MOE, adapted))
 
 
 def shortfalls(folder: Path, answers_given: list[list[int]]) -> list[float]:
     """Return how far each token of some answers is below the likeliest one, in parts of the largest logit."""
-    model, found = published(folder, torch.bfloat16), []
+    model, found = make_published_model(folder, torch.bfloat16), []
     for prompt, answer in zip(prompts(), answers_given, strict=True):
         tokens = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
@@ -153,7 +153,7 @@ def test_answers_in_bfloat16_are_the_likeliest_but_for_rounding(
     worlds: Worlds, reference: Reference, layout: str
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
-    cell = Cell(Family.QWEN3_MOE, merged(ALL[layout], {"model": {"dtype": "bfloat16"}}))
+    cell = Cell(Family.QWEN3_MOE, merge_sections(ALL[layout], {"model": {"dtype": "bfloat16"}}))
     (told, *others) = worlds.run(cell.ranks(), answered, cell, folder, -1)
     assert all(other == told for other in others)
     assert [len(answer) for answer in told] == [MOST] * len(LENGTHS)
@@ -170,7 +170,7 @@ def test_answers_are_those_of_the_weights_as_they_are_now(worlds: Worlds, refere
         worlds.run(cell.ranks(), answered, cell, folder, stop, True)
         for cell in (
             Cell(Family.QWEN3_MOE, sections),
-            Cell(Family.QWEN3_MOE, merged(sections, SHARES["FSDP over DP2"])),
+            Cell(Family.QWEN3_MOE, merge_sections(sections, SHARES["FSDP over DP2"])),
         )
     )
     assert one[0] == two[0] == two[1]

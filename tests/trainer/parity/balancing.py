@@ -16,7 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import Steps, descended, documents, parameter_groups, reference_model, save_gradients
+from trainer.parity.cells import (
+    StepMeasurements,
+    descend_gradients,
+    make_documents,
+    parameter_groups,
+    reference_model,
+    save_gradients,
+)
 
 # Every layout packs them into other micro batches.
 LENGTHS = (9, 17, 5, 25, 13, 29, 21, 2)
@@ -47,11 +54,11 @@ class Choices:
 class Expected:
     """Measurements of each step, and the final biases on the choice, by layer."""
 
-    steps: Steps
+    steps: StepMeasurements
     selection_biases: list[list[float]]
 
 
-class Watched:
+class WatchedModel:
     """A model whose routers are listened to."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -59,20 +66,20 @@ class Watched:
         self.routers: list[Any] = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
         self._heard: list[Choices] = []
         for router in self.routers:
-            router.register_forward_hook(self._hear)
+            router.register_forward_hook(self._record_choices)
 
-    def _hear(self, _module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _record_choices(self, _module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._heard.append(Choices(output[0], output[2]))
 
     @contextmanager
-    def listening(self) -> Iterator[list[Choices]]:
+    def listen_to_routers(self) -> Iterator[list[Choices]]:
         """Collect the choices of routers from now on, one after the other."""
         self._heard = []
         yield self._heard
 
-    def said(self, tokens: Tensor) -> tuple[Tensor, list[Choices]]:
+    def run_document(self, tokens: Tensor) -> tuple[Tensor, list[Choices]]:
         """Logits of a document, and what each router chose for it."""
-        with self.listening() as heard:
+        with self.listen_to_routers() as heard:
             logits = self.model(tokens[None], use_cache=False).logits[0]
         return logits, heard
 
@@ -82,31 +89,31 @@ def write_balanced_reference(rules: Rules, folder: Path) -> Expected:
     model = reference_model(rules.family, **UNGROUPED)
     model.save_pretrained(folder / "first")
     model.double()
-    watched = Watched(model)
+    watched = WatchedModel(model)
     losses, balancing = [], []
 
     def backward(step: int) -> None:
-        loss, balance, choices = _losses(watched, rules, step)
+        loss, balance, choices = _step_losses(watched, rules, step)
         (loss + balance).backward()
         losses.append(loss.item())
         balancing.append(balance.item())
         move_biases(watched, choices, rules.bias_rate)
 
-    norms = descended(
+    norms = descend_gradients(
         parameter_groups(model), backward, lambda: save_gradients(model, folder / "gradients", model.save_pretrained)
     )
     model.save_pretrained(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
-    return Expected(Steps(tuple(losses), norms, tuple(balancing)), biases)
+    return Expected(StepMeasurements(tuple(losses), norms, tuple(balancing)), biases)
 
 
-def _losses(watched: Watched, rules: Rules, step: int) -> tuple[Tensor, Tensor, list[list[Choices]]]:
-    batch = documents(step, LENGTHS)
+def _step_losses(watched: WatchedModel, rules: Rules, step: int) -> tuple[Tensor, Tensor, list[list[Choices]]]:
+    batch = make_documents(step, LENGTHS)
     weight = sum(float(document.weights[1:].sum()) for document in batch)
     loss, said = torch.zeros((), dtype=torch.float64), []
     for document in batch:
         tokens = torch.from_numpy(document.tokens)
-        logits, choices = watched.said(tokens)
+        logits, choices = watched.run_document(tokens)
         losses = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
         loss = loss + (losses * torch.from_numpy(document.weights[1:])).sum() / weight
         said.append(choices)
@@ -116,10 +123,10 @@ def _losses(watched: Watched, rules: Rules, step: int) -> tuple[Tensor, Tensor, 
 
 def balancing_loss(rules: Rules, by_layer: Sequence[Sequence[Choices]]) -> Tensor:
     """The balancing losses of all layers, given what each chose for each document."""
-    return sum((_balance(rules, layer) for layer in by_layer), torch.zeros((), dtype=torch.float64))
+    return sum((_balancing_losses(rules, layer) for layer in by_layer), torch.zeros((), dtype=torch.float64))
 
 
-def _balance(rules: Rules, said: Sequence[Choices]) -> Tensor:
+def _balancing_losses(rules: Rules, said: Sequence[Choices]) -> Tensor:
     """The balancing losses of one layer, given what it chose for each document that is long enough for it."""
     said = [one for one in said if len(one.logits)]
     lengths = torch.tensor([len(one.logits) for one in said], dtype=torch.float64)
@@ -150,7 +157,7 @@ def _switch(rules: Rules, said: Sequence[Choices]) -> Tensor:
     return experts * (shares * scores.mean(0)).sum()
 
 
-def move_biases(watched: Watched, choices: Sequence[Sequence[Choices]], rate: float) -> None:
+def move_biases(watched: WatchedModel, choices: Sequence[Sequence[Choices]], rate: float) -> None:
     """Makes experts that got too much less likely to be chosen, and the others more."""
     for router, said in zip(watched.routers, choices, strict=True):
         if rate:

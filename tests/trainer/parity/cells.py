@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
@@ -123,7 +123,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepMeasurements:
     """Measurements of each step."""
 
     losses: tuple[float, ...]
@@ -145,10 +145,10 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRank:
     """Results of one rank."""
 
-    steps: Steps
+    steps: StepMeasurements
     gradients: Deviation
     weights: Deviation
     selection_biases: Mapping[str, list[float]]
@@ -172,7 +172,7 @@ class Cell:
             "moe": {"balancing": "None"},
             "resources": {"accelerator": "CPU", "cpu": 1, "memory": "64Gi"},
         }
-        return spec(**merged(base, self.sections))
+        return spec(**merge_sections(base, self.sections))
 
     def ranks(self) -> int:
         """Ranks that it takes."""
@@ -183,35 +183,35 @@ class Cell:
         return layout_of(self.spec().parallelism, self.spec().resources.gpus_per_node)
 
 
-def documents(step: int, lengths: Sequence[int] = LENGTHS) -> list[Document]:
+def make_documents(step: int, lengths: Sequence[int] = LENGTHS) -> list[Document]:
     """The global batch of a step: no two documents alike, a third of all tokens without weight."""
     random = np.random.default_rng(step)
-    made = []
+    batch = []
     for number, length in enumerate(lengths):
         tokens = random.integers(3, 38, length)
         weights = (random.random(length) < 0.67) * random.uniform(0.5, 1.5, length)
-        made.append(Document(tokens, weights.astype(np.float32), number))
-    return made
+        batch.append(Document(tokens, weights.astype(np.float32), number))
+    return batch
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
 
 
-def write_reference(family: Family, folder: Path, **changes: Any) -> Steps:
+def write_reference(family: Family, folder: Path, **changes: Any) -> StepMeasurements:
     """Trains with Transformers. Leaves behind the first weights, their first gradients and the last weights."""
     model = reference_model(family, **changes)
     model.save_pretrained(folder / "first")
     losses: list[float] = []
-    norms = descended(
+    norms = descend_gradients(
         parameter_groups(model),
-        lambda step: losses.append(backward(model, documents(step))),
+        lambda step: losses.append(run_backward(model, make_documents(step))),
         lambda: save_gradients(model, folder / "gradients", model.save_pretrained),
     )
     model.save_pretrained(folder / "last")
-    return Steps(tuple(losses), norms)
+    return StepMeasurements(tuple(losses), norms)
 
 
-def descended(
+def descend_gradients(
     groups: Sequence[dict[str, Any]], backward: Callable[[int], None], save: Callable[[], None]
 ) -> tuple[float, ...]:
     """The norms of the gradients that `backward` leaves behind at each step; the first ones are saved."""
@@ -245,12 +245,12 @@ def reference_model(family: Family, **changes: Any) -> PreTrainedModel:
 
 def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
     plain = [p for name, p in model.named_parameters() if "norm" in name or "bias" in name or "sinks" in name]
-    held = {id(parameter) for parameter in plain}
-    decayed = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    plain_ids = {id(parameter) for parameter in plain}
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in plain_ids]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
 
 
-def backward(model: nn.Module, batch: Sequence[Document]) -> float:
+def run_backward(model: nn.Module, batch: Sequence[Document]) -> float:
     weight, loss = total_loss_weight(batch), 0.0
     for document in batch:
         tokens = torch.from_numpy(document.tokens)[None]
@@ -264,38 +264,38 @@ def backward(model: nn.Module, batch: Sequence[Document]) -> float:
 
 def save_gradients(model: nn.Module, folder: Path, save: Callable[[Path], object]) -> None:
     """As a model whose weights are gradients: the same table then says which of ours belongs to which."""
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    weights_before = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         save(folder)
-        for parameter, value in zip(model.parameters(), kept, strict=True):
+        for parameter, value in zip(model.parameters(), weights_before, strict=True):
             parameter.copy_(value)
 
 
 # --- a cell ---------------------------------------------------------------------------------------------------------
 
 
-def trained(cell: Cell, folder: Path) -> Trained:
+def train_cell(cell: Cell, folder: Path) -> TrainedRank:
     """Trains the model in the cell's layout; one rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         results, gradients = [], Deviation()
         for step in range(STEPS):
-            results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
+            results.append(engine.update(micro_batches(cell, engine, step), make_loss(cell, engine)))
             if step == 0:
-                gradients = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
-        weights = deviation(engine, folder / "last", lambda piece: piece.master.read())
+                gradients = measure_deviation(engine, folder / "gradients", lambda piece: piece.gradient)
+        weights = measure_deviation(engine, folder / "last", lambda piece: piece.master.read())
     finally:
         stop_groups()
-    steps = Steps(
+    steps = StepMeasurements(
         losses=tuple(result.loss for result in results),
         norms=tuple(result.gradient_norm for result in results),
         balancing=tuple(result.metrics.get("balancingLoss", 0.0) for result in results),
         further=tuple(result.metrics.get("mtpLoss", 0.0) for result in results),
     )
-    return Trained(steps, gradients, weights, dict(_selection_biases(engine)))
+    return TrainedRank(steps, gradients, weights, dict(_selection_biases(engine)))
 
 
 def _selection_biases(engine: MegatronTrainingEngine) -> Iterator[tuple[str, list[float]]]:
@@ -304,10 +304,10 @@ def _selection_biases(engine: MegatronTrainingEngine) -> Iterator[tuple[str, lis
             yield name, tensor.tolist()
 
 
-def started(cell: Cell, folder: Path) -> MegatronTrainingEngine:
+def start_engine(cell: Cell, folder: Path) -> MegatronTrainingEngine:
     """The engine of the cell on this rank, with the reference's first weights."""
     spec_of_cell = cell.spec()
-    stages, groups, model = stages_of(cell, folder)
+    stages, groups, model = build_cell_stages(cell, folder)
     load_pretrained(stages, open_published_checkpoint(folder / "first", build_tensor_table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None and not (folder / "adapters").exists():
@@ -315,57 +315,63 @@ def started(cell: Cell, folder: Path) -> MegatronTrainingEngine:
         initialise_adapters(stages, declared, groups, spec_of_cell.training.seed)
     elif lora is not None:
         adapted = open_published_checkpoint(
-            folder / "adapters", build_adapter_table(_shape(folder / "adapters", spec_of_cell), lora)
+            folder / "adapters", build_adapter_table(_read_shape(folder / "adapters", spec_of_cell), lora)
         )
         read_weights(adapter_weights(stages), adapted, groups)
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
         _skip_layer(stages)
-    return _engine(cell, model, stages, groups)
+    return _build_engine(cell, model, stages, groups)
 
 
-def stages_of(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architecture]:
+def build_cell_stages(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architecture]:
     """The stages of this rank, of which no weight is set, and the groups that divide them."""
-    model = _model(cell, folder)
+    model = _read_model(cell, folder)
     groups = start_groups(cell.layout(), cell.spec().moe.dispatcher)
-    return _stages(cell, model, groups), groups, model
+    return _build_stages(cell, model, groups), groups, model
 
 
-def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronTrainingEngine:
+def build_blank_engine(cell: Cell, folder: Path, groups: Groups) -> MegatronTrainingEngine:
     """The same without any weights: what is not set is no number."""
-    model = _model(cell, folder)
-    stages = _stages(cell, model, groups)
+    model = _read_model(cell, folder)
+    stages = _build_stages(cell, model, groups)
     with torch.no_grad():
         for tensor in named_weights(stages).values():
             tensor.fill_(torch.nan)
-    return _engine(cell, model, stages, groups)
+    return _build_engine(cell, model, stages, groups)
 
 
-def _model(cell: Cell, folder: Path) -> Architecture:
+def _read_model(cell: Cell, folder: Path) -> Architecture:
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
         config["rope_parameters"]["rope_theta"] = 10000.0
     return trained_architecture(read_architecture(config), cell.spec())
 
 
-def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
+def _build_stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
     return build_stages(model, cell.spec(), cell.layout(), groups, torch.device("cpu"))
 
 
-def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronTrainingEngine:
+def _build_engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronTrainingEngine:
     placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
     return MegatronTrainingEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
 
 
 def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int) -> list[MicroBatch]:
     """This data rank's part of a step."""
-    batch = documents(step, cell.lengths)
+    batch = make_documents(step, cell.lengths)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
-    own = build_global_batch(batch, batch_plan(engine.spec, cell.layout(), pad_token=0))[engine.groups.data.rank]
+    own_batches = build_global_batch(batch, batch_plan(engine.spec, cell.layout(), pad_token=0))[
+        engine.groups.data.rank
+    ]
     mistaken = MISTAKEN.get(cell.mutant)
-    return own if mistaken is None else [mistaken(*(getattr(one, f.name) for f in fields(one))) for one in own]
+    return (
+        own_batches
+        if mistaken is None
+        else [mistaken(*(getattr(one, f.name) for f in fields(one))) for one in own_batches]
+    )
 
 
 class _OneLater(MicroBatch):
@@ -381,7 +387,7 @@ class _RunTogether(MicroBatch):
 MISTAKEN = {"one token later": _OneLater, "documents run together": _RunTogether}
 
 
-def loss_of(cell: Cell, engine: MegatronTrainingEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+def make_loss(cell: Cell, engine: MegatronTrainingEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
     """Return the loss of training: cross-entropy."""
     scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
 
@@ -403,11 +409,11 @@ def _swap_experts(stages: Sequence[torch.nn.Module]) -> None:
 def _skip_layer(stages: Sequence[Any]) -> None:
     layers = stages[0].layers
     last = [*layers][-1]
-    for parameter in (layers[last].attention.output.weight, *_outputs(layers[last])):
+    for parameter in (layers[last].attention.output.weight, *_output_weights(layers[last])):
         parameter.data.zero_()
 
 
-def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
+def _output_weights(layer: Any) -> Iterator[torch.nn.Parameter]:
     if hasattr(layer, "moe"):
         yield layer.moe.experts.down
         if layer.moe.shared is not None:
@@ -416,12 +422,12 @@ def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
         yield layer.mlp.down.weight
 
 
-def _shape(folder: Path, spec_of_cell: Spec) -> ModelShape:
+def _read_shape(folder: Path, spec_of_cell: Spec) -> ModelShape:
     return trained_shape(shape_of(json.loads((folder / "config.json").read_text())), spec_of_cell)
 
 
 @cache
-def _expected(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str, tuple[Parameter, Tensor]]:
+def _read_reference(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str, tuple[Parameter, Tensor]]:
     """All of a reference under our names. A rank keeps it: it is held against the same few in cell after cell."""
     source = open_published_checkpoint(
         folder, build_tensor_table(shape) if lora is None else build_adapter_table(shape, lora)
@@ -432,11 +438,13 @@ def _expected(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str
     }
 
 
-def deviation(engine: MegatronTrainingEngine, folder: Path, taken: Callable[[OptimizerShard], Tensor]) -> Deviation:
+def measure_deviation(
+    engine: MegatronTrainingEngine, folder: Path, taken: Callable[[OptimizerShard], Tensor]
+) -> Deviation:
     """Return how far this rank's pieces are from the reference."""
     worst = Deviation()
     place = rank_coordinates(engine.groups)
-    reference = _expected(folder, _shape(folder, engine.spec), engine.spec.training.lora)
+    reference = _read_reference(folder, _read_shape(folder, engine.spec), engine.spec.training.lora)
     for piece in engine.optimizer.pieces:
         parameter, whole = reference["embedding.weight" if piece.name not in reference else piece.name]
         expected = whole[local_slices(parameter, place)].flatten()[piece.start : piece.stop]
@@ -445,14 +453,14 @@ def deviation(engine: MegatronTrainingEngine, folder: Path, taken: Callable[[Opt
     return worst
 
 
-def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within: float) -> None:
+def assert_like(trained_on_ranks: Sequence[TrainedRank], reference: StepMeasurements, *, within: float) -> None:
     """Every rank of a cell found what the reference says."""
-    for rank, found in enumerate(trained_on_ranks):
+    for rank, result in enumerate(trained_on_ranks):
         for what, values, expected in (
-            ("losses", found.steps.losses, reference.losses),
-            ("gradient norms", found.steps.norms, reference.norms),
-            ("balancing losses", found.steps.balancing, reference.balancing),
-            ("losses of further tokens", found.steps.further, reference.further),
+            ("losses", result.steps.losses, reference.losses),
+            ("gradient norms", result.steps.norms, reference.norms),
+            ("balancing losses", result.steps.balancing, reference.balancing),
+            ("losses of further tokens", result.steps.further, reference.further),
         ):
             np.testing.assert_allclose(values, expected, rtol=within, err_msg=f"{what} of rank {rank}")
     gradients = max((found.gradients for found in trained_on_ranks), key=lambda deviation: deviation.error)
@@ -461,31 +469,31 @@ def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within
     assert weights.error < 20 * within, f"the weight {weights.name} is off by {weights.error}"
 
 
-def relative_errors(trained_on_ranks: Sequence[Trained], reference: Steps) -> tuple[float, ...]:
+def relative_errors(trained_on_ranks: Sequence[TrainedRank], reference: StepMeasurements) -> tuple[float, ...]:
     """Return the worst rank's distance from the reference: in losses, gradient norms, gradients and weights."""
     steps = [found.steps for found in trained_on_ranks]
     return (
-        max(_relative(found.losses, reference.losses) for found in steps),
-        max(_relative(found.norms, reference.norms) for found in steps),
+        max(_relative_error(found.losses, reference.losses) for found in steps),
+        max(_relative_error(found.norms, reference.norms) for found in steps),
         max(found.gradients.error for found in trained_on_ranks),
         max(found.weights.error for found in trained_on_ranks),
     )
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
+def _relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
     return float(np.abs(np.divide(found, expected) - 1).max())
 
 
-def updated(cell: Cell, folder: Path) -> set[str]:
+def update_parameters(cell: Cell, folder: Path) -> set[str]:
     """The parameters that an update of the cell changes."""
     use_cpu()
     try:
-        return {piece.name for piece in started(cell, folder).optimizer.pieces}
+        return {piece.name for piece in start_engine(cell, folder).optimizer.pieces}
     finally:
         stop_groups()
 
 
-def measured(cell: Cell, folder: Path) -> Mapping[str, float]:
+def measure_update(cell: Cell, folder: Path) -> Mapping[str, float]:
     """Return the metrics of an update of the cell beside its loss."""
     return first_update(cell, folder).metrics
 
@@ -494,7 +502,7 @@ def first_update(cell: Cell, folder: Path) -> UpdateResult:
     """Return the metrics of the cell's first update on this rank."""
     use_cpu()
     try:
-        engine = started(cell, folder)
-        return engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        engine = start_engine(cell, folder)
+        return engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
     finally:
         stop_groups()

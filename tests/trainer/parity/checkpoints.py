@@ -23,7 +23,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
-from trainer.parity.cells import Cell, blank, loss_of, micro_batches, started
+from trainer.parity.cells import Cell, build_blank_engine, make_loss, micro_batches, start_engine
 
 SAVED_AFTER = 2
 STEPS = 4
@@ -34,7 +34,7 @@ State = Mapping[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """A checkpoint, and how the run went on that wrote it."""
 
     folder: Path
@@ -46,35 +46,35 @@ class Saved:
 class Resumption:
     """The state to resume from, and the parts to forget on purpose."""
 
-    saved: Saved
+    saved: SavedRun
     again: Path
     weights_only: bool = False
     forgets_counters: bool = False
 
 
-def saved(cell: Cell, first: Path, folder: Path) -> Saved:
+def train_and_save(cell: Cell, first: Path, folder: Path) -> SavedRun:
     """Train, save and continue; one rank's part."""
     use_cpu()
-    engine = started(cell, first)
+    engine = start_engine(cell, first)
     try:
-        _losses(cell, engine, range(SAVED_AFTER))
+        _train_steps(cell, engine, range(SAVED_AFTER))
         counters = _save(engine, folder)
-        return Saved(folder, counters, _losses(cell, engine, range(SAVED_AFTER, STEPS)))
+        return SavedRun(folder, counters, _train_steps(cell, engine, range(SAVED_AFTER, STEPS)))
     finally:
         stop_groups()
 
 
-def resumed(cell: Cell, first: Path, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
+def resume_runs(cell: Cell, first: Path, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
     """The losses after each checkpoint, by an engine of its own, which saves at once what it has read."""
     use_cpu()
     groups = start_groups(cell.layout(), cell.spec().moe.dispatcher)
     losses = []
     try:
         for resumption in resumptions:
-            engine = blank(cell, first, groups)
+            engine = build_blank_engine(cell, first, groups)
             _read(engine, resumption)
             _save(engine, resumption.again)
-            losses.append(_losses(cell, engine, range(SAVED_AFTER, STEPS)))
+            losses.append(_train_steps(cell, engine, range(SAVED_AFTER, STEPS)))
     finally:
         stop_groups()
     return losses
@@ -88,19 +88,19 @@ def state_in(folder: Path) -> State:
             for number, entry in enumerate(json.loads(opened.metadata()["boxes"])):
                 at = tuple(slice(a, a + n) for a, n in zip(entry["start"], entry["size"], strict=True))
                 parts.setdefault((entry["kind"], entry["name"]), []).append((at, opened.get_tensor(str(number))))
-    return {key: _assembled(key, of_one) for key, of_one in parts.items()}
+    return {key: _assemble_parts(key, of_one) for key, of_one in parts.items()}
 
 
-def unequal(state: State, expected: State) -> list[tuple[str, str]]:
+def unequal_names(state: State, expected: State) -> list[tuple[str, str]]:
     """Return the names that differ in any bit or in type, or are there only once."""
     return [
         key
         for key in sorted({*state, *expected})
-        if key not in state or key not in expected or not _same(state[key], expected[key])
+        if key not in state or key not in expected or not _is_same(state[key], expected[key])
     ]
 
 
-def apart(state: State, expected: State) -> Mapping[str, float]:
+def measure_distances(state: State, expected: State) -> Mapping[str, float]:
     """Return the distance of two states by kind, relative to the largest element of each tensor."""
     assert {*state} == {*expected}
     worst: dict[str, float] = {}
@@ -111,7 +111,7 @@ def apart(state: State, expected: State) -> Mapping[str, float]:
     return worst
 
 
-def _assembled(key: tuple[str, str], parts: Sequence[tuple[tuple[slice, ...], Tensor]]) -> Tensor:
+def _assemble_parts(key: tuple[str, str], parts: Sequence[tuple[tuple[slice, ...], Tensor]]) -> Tensor:
     axes = len(parts[0][0])
     shape = [max(at[axis].stop for at, _ in parts) for axis in range(axes)]
     whole, times = torch.zeros(shape, dtype=parts[0][1].dtype), torch.zeros(shape, dtype=torch.int)
@@ -122,12 +122,12 @@ def _assembled(key: tuple[str, str], parts: Sequence[tuple[tuple[slice, ...], Te
     return whole
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _losses(cell: Cell, engine: MegatronTrainingEngine, steps: range) -> tuple[float, ...]:
-    loss = loss_of(cell, engine)
+def _train_steps(cell: Cell, engine: MegatronTrainingEngine, steps: range) -> tuple[float, ...]:
+    loss = make_loss(cell, engine)
     return tuple(engine.update(micro_batches(cell, engine, step), loss).loss for step in steps)
 
 

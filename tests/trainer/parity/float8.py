@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def write_float8_reference(family: Family, folder: Path) -> cells.Steps:
+def write_float8_reference(family: Family, folder: Path) -> cells.StepMeasurements:
     """The same as `cells.write_reference` of a model that multiplies in FP8."""
     plain = cells.reference_model
 
@@ -85,31 +85,31 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
         context.save_for_backward(x, weight)
-        return rounded(x) @ rounded(weight).t()
+        return round_rows(x) @ round_rows(weight).t()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = context.saved_tensors
-        return rounded(gradient) @ rounded(weight.t()).t(), gradient.t() @ x
+        return round_rows(gradient) @ round_rows(weight.t()).t(), gradient.t() @ x
 
 
-def rounded(rows: Tensor) -> Tensor:
+def round_rows(rows: Tensor) -> Tensor:
     """Each row to the nearest numbers of e4m3, times the largest power of two that keeps it below the largest."""
     largest = rows.double().abs().amax(-1, keepdim=True)
     factor = torch.where(largest > 0, 2.0 ** torch.floor(torch.log2(LARGEST / largest.clamp(min=1e-300))), 1.0)
-    return (_nearest(rows.double() * factor) / factor).to(rows.dtype)
+    return (_round_to_nearest(rows.double() * factor) / factor).to(rows.dtype)
 
 
-def _nearest(x: Tensor) -> Tensor:
+def _round_to_nearest(x: Tensor) -> Tensor:
     """The nearest number of the table; between two, the one whose last bit is zero."""
-    numbers = torch.tensor(_numbers(), dtype=torch.float64)
+    numbers = torch.tensor(_list_numbers(), dtype=torch.float64)
     above = torch.searchsorted(numbers, x.abs()).clamp(1, len(numbers) - 1)
     to_above, to_below = numbers[above] - x.abs(), x.abs() - numbers[above - 1]
     takes_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
     return numbers[torch.where(takes_above, above, above - 1)] * x.sign()
 
 
-def _numbers() -> list[float]:
+def _list_numbers() -> list[float]:
     """All that are not negative, in the order of their bits: eight to a power of two, from 2^-9 on."""
     below = [math.ldexp(mantissa, -9) for mantissa in range(8)]
     normal = [math.ldexp(8 + mantissa, exponent - 10) for exponent, mantissa in product(range(1, 16), range(8))]

@@ -23,8 +23,8 @@ from moejob_trainer.objectives.grpo.rollout_batch import Author, Rollout, Rollou
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.training import UpdateResult
 from moejob_trainer.training.micro_batch import Array
-from trainer.parity.cells import Cell, started
-from trainer.parity.routing_replay import given, random_choices
+from trainer.parity.cells import Cell, start_engine
+from trainer.parity.routing_replay import force_choices, random_choices
 
 TEMPERATURE, MAXIMUM, COEFFICIENT, ENTROPY_COEFFICIENT = 0.7, 1.05, 0.2, 0.3
 GROUP_SIZE = 4
@@ -45,7 +45,7 @@ REWARDS = (1.0, 0.0, 0.5, 0.0, -1.0, 2.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedStep:
     """The step as one rank saw it."""
 
     updates: Sequence[UpdateResult]
@@ -53,7 +53,7 @@ class Learned:
 
 
 @dataclass
-class Recorded:
+class RecordedSource:
     """Rank 0's source: the same answers whatever the layout."""
 
     answers: RolloutBatch
@@ -81,7 +81,7 @@ class Recorded:
         """Nothing is kept."""
 
 
-class Published:
+class ByteCounter:
     """Counts the bytes of what comes."""
 
     @property
@@ -97,19 +97,19 @@ class Published:
         """Hold nothing."""
 
 
-def learned(cell: Cell, folder: Path, answers: RolloutBatch) -> Learned:
+def learn_step(cell: Cell, folder: Path, answers: RolloutBatch) -> LearnedStep:
     """Take one step with the objective; one rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         spec, groups = cell.spec(), engine.groups
         assert spec.grpo is not None
         peers = PeerRanks(groups.world.rank, groups.world.handle if groups.world.size > 1 else None, groups.data)
         plan = batch_plan(spec, layout_of(spec.parallelism, 8), pad_token=0)
-        parts = StepServices(peers, Published(), Recorded(answers) if peers.is_first else None)
+        parts = StepServices(peers, ByteCounter(), RecordedSource(answers) if peers.is_first else None)
         objective = GroupRelativePolicyOptimization(GrpoSettings(spec.grpo, plan, 1, 3), parts)
         updates = [engine.update(batches, objective.loss) for batches in objective.updates(0, engine)]
-        return Learned(updates, objective.metrics())
+        return LearnedStep(updates, objective.metrics())
     finally:
         stop_groups()
 
@@ -173,7 +173,7 @@ def _model(folder: Path) -> Any:
 def _log_probabilities(model: Any, tokens: Any, choices: Array | None = None) -> tuple[Tensor, Tensor]:
     """Of every token but the first, at the temperature, and the entropy there. [N - 1] both"""
     row = torch.from_numpy(np.asarray(tokens, np.int64))
-    with nullcontext() if choices is None else given(model, choices):
+    with nullcontext() if choices is None else force_choices(model, choices):
         every = (model(row[None], use_cache=False).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
     return every.gather(-1, row[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 

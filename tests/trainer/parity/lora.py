@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import Steps, descended, documents, reference_model
+from trainer.parity.cells import StepMeasurements, descend_gradients, make_documents, reference_model
 
 RANK, ALPHA = 4, 6.0
 LORA: dict[str, Any] = {
@@ -35,7 +35,7 @@ _MODULES = (
 Adapters = dict[str, Tensor]
 
 
-def write_lora_reference(family: Family, folder: Path) -> Steps:
+def write_lora_reference(family: Family, folder: Path) -> StepMeasurements:
     """Trains the adapters alone. Leaves behind the model, and the adapters: first, their gradients, and last."""
     model = reference_model(family, **CHANGES[family])
     model.save_pretrained(folder / "first")
@@ -45,7 +45,7 @@ def write_lora_reference(family: Family, folder: Path) -> Steps:
     losses: list[float] = []
 
     def backward(step: int) -> None:
-        loss = _loss(model, merged_by_hand(model, adapters), step)
+        loss = _loss(model, merge_by_hand(model, adapters), step)
         loss.backward()
         losses.append(loss.item())
 
@@ -53,12 +53,12 @@ def write_lora_reference(family: Family, folder: Path) -> Steps:
         gradients = {name: tensor.grad for name, tensor in adapters.items() if tensor.grad is not None}
         _save(gradients, folder, "gradients")
 
-    norms = descended([{"params": [*adapters.values()], "weight_decay": 0.1}], backward, save_gradients)
+    norms = descend_gradients([{"params": [*adapters.values()], "weight_decay": 0.1}], backward, save_gradients)
     _save(adapters, folder, "last")
-    return Steps(tuple(losses), norms)
+    return StepMeasurements(tuple(losses), norms)
 
 
-def merged_by_hand(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Adapters:
+def merge_by_hand(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Adapters:
     """The weights that the adapters change, under the names that they have in memory, where experts are one tensor."""
     merged = {}
     for name, weight in model.named_parameters():
@@ -79,7 +79,7 @@ def merged_by_hand(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Ad
 def merge_into(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> None:
     """Give a model the weights that adapters make of its own."""
     with torch.no_grad():
-        for name, weight in merged_by_hand(model, adapters).items():
+        for name, weight in merge_by_hand(model, adapters).items():
             model.get_parameter(name).copy_(weight)
 
 
@@ -95,7 +95,7 @@ def _is_adapted(name: str) -> bool:
 def _random_adapters(model: PreTrainedModel) -> Adapters:
     generator = torch.Generator().manual_seed(11)
     made: Adapters = {}
-    for module, (outputs, inputs) in _adapted(model):
+    for module, (outputs, inputs) in _adapted_matrices(model):
         for name, size in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
             # What both can hold, so that both begin with the same.
             values = (torch.randn(size, generator=generator) * 0.2).double().requires_grad_()
@@ -103,7 +103,7 @@ def _random_adapters(model: PreTrainedModel) -> Adapters:
     return made
 
 
-def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
+def _adapted_matrices(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
     """Every published matrix that gets an adapter, with its outputs and inputs."""
     for name, weight in model.named_parameters():
         owner, _, last = name.rpartition(".")
@@ -117,7 +117,7 @@ def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _loss(model: PreTrainedModel, weights: Mapping[str, Tensor], step: int) -> Tensor:
-    batch = documents(step)
+    batch = make_documents(step)
     weight = sum(float(document.weights[1:].sum()) for document in batch)
     loss = torch.zeros((), dtype=torch.float64)
     for document in batch:

@@ -29,7 +29,7 @@ class Entry:
         return json.dumps(astuple(self))
 
     @property
-    def shown(self) -> str:
+    def format_errors(self) -> str:
         """The errors, to one digit."""
         return " ".join(f"{error:.0e}" if error else "0" for error in self.errors)
 
@@ -42,15 +42,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     for table in dict.fromkeys(entry.table for entry in entries):
         terminalreporter.write_sep("-", table)
-        for line in tabulated([entry for entry in entries if entry.table == table]):
+        for line in tabulate_entries([entry for entry in entries if entry.table == table]):
             terminalreporter.write_line(line)
     failed = [report.nodeid for report in terminalreporter.stats.get("failed", ())]
     terminalreporter.write_line(f"{len(entries)} cells hold, {len(failed)} tests failed")
 
 
-def tabulated(entries: Sequence[Entry]) -> Iterator[str]:
+def tabulate_entries(entries: Sequence[Entry]) -> Iterator[str]:
     """Rows and columns in the order in which they came."""
-    found = {(entry.row, entry.column): entry.shown for entry in entries}
+    found = {(entry.row, entry.column): entry.format_errors for entry in entries}
     rows, columns = (list(dict.fromkeys(key[axis] for key in found)) for axis in (0, 1))
     table = [["", *columns], *([row, *(found.get((row, column), "") for column in columns)] for row in rows)]
     widths = [max(len(line[place]) for line in table) for place in range(len(columns) + 1)]

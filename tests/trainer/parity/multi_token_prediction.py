@@ -23,15 +23,23 @@ from transformers import PreTrainedModel
 from moejob_api.models.shape import Family
 from moejob_trainer.training import Document
 from trainer.parity.balancing import LENGTHS as BALANCED_LENGTHS
-from trainer.parity.balancing import UNGROUPED, Choices, Expected, Rules, Watched, balancing_loss, move_biases
-from trainer.parity.cells import LENGTHS, Steps, descended, documents, parameter_groups, reference_model, save_gradients
+from trainer.parity.balancing import UNGROUPED, Choices, Expected, Rules, WatchedModel, balancing_loss, move_biases
+from trainer.parity.cells import (
+    LENGTHS,
+    StepMeasurements,
+    descend_gradients,
+    make_documents,
+    parameter_groups,
+    reference_model,
+    save_gradients,
+)
 
 LAYERS, MODULES = 4, 2
 COEFFICIENT = 0.3
 
 
 @dataclass(frozen=True)
-class Predicted:
+class ModulePrediction:
     """Output of one module for all documents: the sum of its weighted losses, and of their weights."""
 
     loss: Tensor
@@ -80,7 +88,7 @@ class FurtherReference:
         """The same of gradients."""
         save_gradients(self.model, folder, save=self.save)
 
-    def said(self, document: Document) -> Iterator[Tensor]:
+    def compute_losses(self, document: Document) -> Iterator[Tensor]:
         """Weighted losses of the next tokens, then of the further ones of each module."""
         tokens, weights = torch.from_numpy(document.tokens), torch.from_numpy(document.weights)
         hidden = self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
@@ -111,7 +119,7 @@ def write_further_reference(family: Family, folder: Path, rules: Rules | None = 
     reference = FurtherReference(family, **changes, **(UNGROUPED if rules else {}))
     reference.save(folder / "first")
     model = reference.model.double()
-    watched = Watched(model)
+    watched = WatchedModel(model)
     losses, balancing, further = [], [], []
 
     def backward(step: int) -> None:
@@ -123,23 +131,23 @@ def write_further_reference(family: Family, folder: Path, rules: Rules | None = 
         further.append(predicted[1].item())
         move_biases(watched, choices, rules.bias_rate if rules else 0.0)
 
-    norms = descended(parameter_groups(model), backward, lambda: reference.save_gradients(folder / "gradients"))
+    norms = descend_gradients(parameter_groups(model), backward, lambda: reference.save_gradients(folder / "gradients"))
     reference.save(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
-    return Expected(Steps(tuple(losses), norms, tuple(balancing), tuple(further)), biases)
+    return Expected(StepMeasurements(tuple(losses), norms, tuple(balancing), tuple(further)), biases)
 
 
 def _losses(
-    reference: FurtherReference, watched: Watched, step: int, lengths: Sequence[int]
+    reference: FurtherReference, watched: WatchedModel, step: int, lengths: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[list[Choices]]]:
     """The loss of the next tokens; of later ones, as learned and as reported; what routers chose, by layer."""
-    batch = documents(step, lengths)
+    batch = make_documents(step, lengths)
     weight = sum(float(document.weights[1:].sum()) for document in batch)
     sums = torch.zeros(1 + MODULES, dtype=torch.float64)
     said = []
     for document in batch:
-        with watched.listening() as heard:
-            for by, losses in enumerate(reference.said(document)):
+        with watched.listen_to_routers() as heard:
+            for by, losses in enumerate(reference.compute_losses(document)):
                 sums = sums + torch.nn.functional.one_hot(torch.tensor(by), 1 + MODULES) * losses.sum()
         # Modules see nothing of what is too short for them.
         nothing = Choices(heard[0].logits[:0], heard[0].chosen[:0])

@@ -10,11 +10,11 @@ import pytest
 
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected, Rules
-from trainer.parity.cells import Steps, write_reference
+from trainer.parity.cells import StepMeasurements, write_reference
 from trainer.parity.lora import write_lora_reference
 from trainer.parity.multi_token_prediction import write_further_reference
 
-Reference = Callable[[Family], tuple[Path, Steps]]
+Reference = Callable[[Family], tuple[Path, StepMeasurements]]
 Further = Callable[..., tuple[Path, Expected]]
 
 
@@ -23,7 +23,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The folder of a family's reference, and what it measured; written when first asked for."""
 
     @cache
-    def written(family: Family) -> tuple[Path, Steps]:
+    def written(family: Family) -> tuple[Path, StepMeasurements]:
         folder = tmp_path_factory.mktemp(family)
         return folder, write_reference(family, folder)
 
@@ -35,7 +35,7 @@ def lora_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The folder of a family's adapters trained by hand, and what was measured."""
 
     @cache
-    def written(family: Family) -> tuple[Path, Steps]:
+    def written(family: Family) -> tuple[Path, StepMeasurements]:
         folder = tmp_path_factory.mktemp("lora")
         return folder, write_lora_reference(family, folder)
 

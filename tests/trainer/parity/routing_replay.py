@@ -26,16 +26,16 @@ from trainer.parity.cells import (
     STEPS,
     Cell,
     Deviation,
-    Steps,
-    Trained,
-    backward,
-    descended,
-    deviation,
-    documents,
-    loss_of,
+    StepMeasurements,
+    TrainedRank,
+    descend_gradients,
+    make_documents,
+    make_loss,
+    measure_deviation,
     parameter_groups,
+    run_backward,
     save_gradients,
-    started,
+    start_engine,
 )
 
 # Makes the choices of a document, [length, routed layers, k], of its number and tokens and the shape of one token.
@@ -43,10 +43,10 @@ Choose = Callable[[int, Array, tuple[int, int, int]], Array]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedRank:
     """Results of one rank."""
 
-    trained: Trained
+    trained: TrainedRank
     # Of each step.
     disagreement: tuple[float, ...]
     # Log-probabilities of the first step's documents before it was learned: of those of this rank, by number.
@@ -66,7 +66,7 @@ def random_choices(number: int, tokens: Array, of: tuple[int, int, int]) -> Arra
 def replayed_documents(step: int, folder: Path) -> list[Document]:
     """The documents of a step, with the choices that the reference in the folder was given."""
     kept = load_file(_choices(folder, step))
-    return [replace(each, inputs={ROUTING: kept[str(each.id)]}) for each in documents(step)]
+    return [replace(each, inputs={ROUTING: kept[str(each.id)]}) for each in make_documents(step)]
 
 
 def write_choices(folder: Path, step: int, chosen: Mapping[str, Array]) -> None:
@@ -81,24 +81,24 @@ def _choices(folder: Path, step: int) -> Path:
 # --- the reference --------------------------------------------------------------------------------------------------
 
 
-def write_replayed_reference(folder: Path, choose: Choose) -> Steps:
+def write_replayed_reference(folder: Path, choose: Choose) -> StepMeasurements:
     """Trains the model in `first` with Transformers on these choices; leaves behind what `write_reference` does."""
     model = reference_in(folder)
     losses: list[float] = []
 
     def descend(step: int) -> None:
-        routers = _routers(model)
+        routers = _find_routers(model)
         of = len(routers), len(routers[0].weight), model.config.num_experts_per_tok
-        chosen = {str(each.id): choose(each.id, each.tokens, of) for each in documents(step)}
+        chosen = {str(each.id): choose(each.id, each.tokens, of) for each in make_documents(step)}
         write_choices(folder, step, chosen)
         batch = replayed_documents(step, folder)
-        losses.append(backward(_Replaying(model, batch), batch))
+        losses.append(run_backward(_Replaying(model, batch), batch))
 
-    norms = descended(
+    norms = descend_gradients(
         parameter_groups(model), descend, lambda: save_gradients(model, folder / "gradients", model.save_pretrained)
     )
     model.save_pretrained(folder / "last")
-    return Steps(tuple(losses), norms)
+    return StepMeasurements(tuple(losses), norms)
 
 
 def reference_in(folder: Path) -> Any:
@@ -113,7 +113,7 @@ def own_choices(model: Any, tokens: Array) -> Array:
     seen: list[Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _, __, found: seen.append(found[2].sort(-1).values))
-        for router in _routers(model)
+        for router in _find_routers(model)
     ]
     with torch.no_grad():
         model(torch.from_numpy(tokens)[None], use_cache=False)
@@ -142,17 +142,17 @@ class _Replaying(nn.Module):
 
     def forward(self, tokens: Tensor, **settings: Any) -> Any:
         """Compute the next document."""
-        with given(self._model, next(self._left).inputs[ROUTING]):
+        with force_choices(self._model, next(self._left).inputs[ROUTING]):
             return self._model(tokens, **settings)
 
 
 @contextmanager
-def given(model: Any, choices: Array) -> Iterator[None]:
+def force_choices(model: Any, choices: Array) -> Iterator[None]:
     """Let routers choose these experts; where they are 0, their own. [t, routed layers, k]"""
     columns = torch.from_numpy(choices.astype(np.int64)).unbind(1)
     hooks = [
         router.register_forward_hook(partial(_replayed, model.config, column))
-        for router, column in zip(_routers(model), columns, strict=True)
+        for router, column in zip(_find_routers(model), columns, strict=True)
     ]
     try:
         yield
@@ -172,39 +172,39 @@ def _replayed(config: Any, choices: Tensor, _: nn.Module, __: Any, said: tuple[T
     return logits, weights * scale, chosen
 
 
-def _routers(model: Any) -> list[Any]:
+def _find_routers(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
 # --- a cell ---------------------------------------------------------------------------------------------------------
 
 
-def replayed(cell: Cell, folder: Path) -> Replayed:
+def train_replayed(cell: Cell, folder: Path) -> ReplayedRank:
     """Trains the model in the cell's layout on the choices of the reference; one rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         outputs = _outputs(engine, micro_batches(cell, engine, 0, folder))
         results, gradients = [], Deviation()
         for step in range(STEPS):
-            results.append(engine.update(micro_batches(cell, engine, step, folder), loss_of(cell, engine)))
+            results.append(engine.update(micro_batches(cell, engine, step, folder), make_loss(cell, engine)))
             if step == 0:
-                gradients = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
-        weights = deviation(engine, folder / "last", lambda piece: piece.master.read())
+                gradients = measure_deviation(engine, folder / "gradients", lambda piece: piece.gradient)
+        weights = measure_deviation(engine, folder / "last", lambda piece: piece.master.read())
     finally:
         stop_groups()
-    steps = Steps(tuple(one.loss for one in results), tuple(one.gradient_norm for one in results))
+    steps = StepMeasurements(tuple(one.loss for one in results), tuple(one.gradient_norm for one in results))
     disagreement = tuple(one.metrics.get("routingDisagreement", 0.0) for one in results)
-    return Replayed(Trained(steps, gradients, weights, {}), disagreement, outputs)
+    return ReplayedRank(TrainedRank(steps, gradients, weights, {}), disagreement, outputs)
 
 
 def replayed_once(cell: Cell, folder: Path, gradients: Path) -> tuple[float, float, float]:
     """The loss of the first step, how far its gradients are from those in a folder, and the disagreement."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
-        result = engine.update(micro_batches(cell, engine, 0, folder), loss_of(cell, engine))
-        off = deviation(engine, gradients, lambda piece: piece.gradient)
+        result = engine.update(micro_batches(cell, engine, 0, folder), make_loss(cell, engine))
+        off = measure_deviation(engine, gradients, lambda piece: piece.gradient)
     finally:
         stop_groups()
     return result.loss, off.error, result.metrics["routingDisagreement"]
@@ -212,7 +212,7 @@ def replayed_once(cell: Cell, folder: Path, gradients: Path) -> tuple[float, flo
 
 def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int, folder: Path) -> list[MicroBatch]:
     """This data rank's part of a step."""
-    mistaken = MISTAKEN.get(cell.mutant, _unchanged)
+    mistaken = MISTAKEN.get(cell.mutant, _keep_choices)
     batch = [
         replace(each, inputs={ROUTING: mistaken(each.inputs[ROUTING])}) for each in replayed_documents(step, folder)
     ]
@@ -220,7 +220,7 @@ def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int, folder:
     return build_global_batch(batch, plan)[engine.groups.data.rank]
 
 
-def _unchanged(choices: Array) -> Array:
+def _keep_choices(choices: Array) -> Array:
     return choices
 
 

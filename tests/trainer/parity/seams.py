@@ -30,7 +30,7 @@ from moejob_trainer.training import (
     UpdateResult,
     WeightedMean,
 )
-from trainer.parity.cells import Cell, documents, started
+from trainer.parity.cells import Cell, make_documents, start_engine
 
 STEPS = 2
 # Log-probabilities and entropies of a document's predictions: [2, length - 1].
@@ -38,7 +38,7 @@ StageOutput = Mapping[int, Any]
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedRun:
     """Results of one rank of a run."""
 
     outcome: LoopOutcome
@@ -96,7 +96,7 @@ class MovedTokens:
         return build_global_batch(_half(step, number), plan)[self.data_rank]
 
 
-class Unsaved:
+class NoCheckpoints:
     """Checkpoints of a run that keeps none."""
 
     def restore(self) -> int:
@@ -116,7 +116,7 @@ class Unsaved:
             raise AssertionError(f"step {step} was saved though it was not due")
 
 
-class Unstopped:
+class NeverStop:
     """A stop that never comes."""
 
     def has_agreed(self) -> bool:
@@ -124,25 +124,25 @@ class Unstopped:
         return False
 
 
-def learned(cell: Cell, folder: Path) -> Learned:
+def train_run(cell: Cell, folder: Path) -> LearnedRun:
     """Trains with the objective; one rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     reported: list[Sequence[UpdateResult]] = []
     objective = MovedTokens(cell, engine.groups.data.rank)
     try:
         run = TrainingRun(
             engine=engine,
             objective=objective,
-            checkpoints=Unsaved(),
-            stop=Unstopped(),
+            checkpoints=NoCheckpoints(),
+            stop=NeverStop(),
             total_steps=STEPS,
             report=lambda _, results: reported.append(results),
         )
         outcome = run_training_loop(run)
     finally:
         stop_groups()
-    return Learned(outcome, reported, objective.said, objective.weights)
+    return LearnedRun(outcome, reported, objective.said, objective.weights)
 
 
 def said_by_transformers(folder: Path) -> StageOutput:
@@ -162,7 +162,7 @@ def said_by_transformers(folder: Path) -> StageOutput:
 
 def _half(step: int, number: int) -> list[Document]:
     """Documents with advantages of both signs."""
-    batch = documents(step)[number::2]
+    batch = make_documents(step)[number::2]
     return [
         replace(one, extras={"advantage": np.array(0.7 * (-1) ** one.id + 0.1 * one.id, np.float32)}) for one in batch
     ]

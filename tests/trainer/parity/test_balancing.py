@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import LENGTHS, Expected, Rules, write_balanced_reference
-from trainer.parity.cells import Cell, assert_like, trained, updated
-from trainer.rows import rows
+from trainer.parity.cells import Cell, assert_like, train_cell, update_parameters
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 Balanced = Callable[[Rules], tuple[Path, Expected]]
@@ -55,7 +55,7 @@ def balanced(tmp_path_factory: pytest.TempPathFactory) -> Balanced:
 
 
 def _cell(rules: Rules, moe: dict[str, Any], layout: dict[str, Any], together: str = "packed", **training: Any) -> Cell:
-    sections = merged(TOGETHER[together], {"training": training, "moe": moe, "parallelism": layout})
+    sections = merge_sections(TOGETHER[together], {"training": training, "moe": moe, "parallelism": layout})
     return Cell(rules.family, sections, lengths=LENGTHS)
 
 
@@ -65,9 +65,9 @@ def _strong(balancing: str) -> tuple[Rules, dict[str, Any]]:
     return Rules(loss=balancing, coefficient=0.4, z_coefficient=0.01), moe
 
 
-def _holds(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None:
+def _assert_like_reference(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None:
     folder, expected = balanced(rules)
-    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected.steps, within=WITHIN)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected.steps, within=WITHIN)
 
 
 # Those that divide the tokens a loss is of; eight ranks take as long as all others together.
@@ -79,12 +79,12 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize(("balancing", "layout"), rows(product(BALANCED, LAYOUTS), ALWAYS))
+@pytest.mark.parametrize(("balancing", "layout"), make_rows(product(BALANCED, LAYOUTS), ALWAYS))
 def test_a_balancing_loss_is_that_of_the_global_batch_in_every_layout(
     worlds: Worlds, balanced: Balanced, balancing: str, layout: str
 ) -> None:
     rules, moe = _strong(balancing)
-    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("together", ["padded", "by tokens"])
@@ -93,7 +93,7 @@ def test_documents_are_balanced_alike_whatever_micro_batch_they_are_in(
     worlds: Worlds, balanced: Balanced, balancing: str, together: str
 ) -> None:
     rules, moe = _strong(balancing)
-    _holds(worlds, balanced, rules, _cell(rules, moe, {"data": 2}, together))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, moe, {"data": 2}, together))
 
 
 @pytest.mark.parametrize("balancing", BALANCED)
@@ -103,21 +103,23 @@ def test_what_is_computed_again_sees_the_counts_it_saw_before(
     rules, moe = _strong(balancing)
     # Interleaved, micro batches that came later were counted by then.
     layout = {"pipeline": 2, "virtualPipeline": 2}
-    _holds(worlds, balanced, rules, _cell(rules, moe, layout, **AGAIN))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, moe, layout, **AGAIN))
 
 
 @pytest.mark.parametrize("balancing", BALANCED)
 def test_ranks_that_divide_the_weights_balance_alike(worlds: Worlds, balanced: Balanced, balancing: str) -> None:
     rules, moe = _strong(balancing)
     cell = _cell(rules, moe, {"data": 2})
-    _holds(worlds, balanced, rules, replace(cell, sections=merged(cell.sections, {"memory": {"sharding": "FSDP"}})))
+    _assert_like_reference(
+        worlds, balanced, rules, replace(cell, sections=merge_sections(cell.sections, {"memory": {"sharding": "FSDP"}}))
+    )
 
 
 def test_supervised_fine_tuning_balances_documents_unless_the_job_says_otherwise(
     worlds: Worlds, balanced: Balanced
 ) -> None:
     rules = Rules(coefficient=1e-3)
-    _holds(worlds, balanced, rules, _cell(rules, {"balancing": None}, {}))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, {"balancing": None}, {}))
 
 
 @pytest.mark.parametrize("layout", ["one rank", "TP2", "DP2", "EP2", "TP2.CP2.PP2"])
@@ -125,7 +127,7 @@ def test_the_bias_on_the_choice_moves_alike_on_every_rank(worlds: Worlds, balanc
     rules = Rules(Family.DEEPSEEK_V3, bias_rate=0.05)
     cell = _cell(rules, {"balancing": "ExpertBias", "expertBiasUpdateRate": 0.05}, LAYOUTS[layout])
     folder, expected = balanced(rules)
-    found = worlds.run(cell.ranks(), trained, cell, folder)
+    found = worlds.run(cell.ranks(), train_cell, cell, folder)
     assert_like(found, expected.steps, within=WITHIN)
     # The first layer has no experts.
     by_name = {f"layers.{index + 1}.moe.router.selection_bias": b for index, b in enumerate(expected.selection_biases)}
@@ -135,19 +137,19 @@ def test_the_bias_on_the_choice_moves_alike_on_every_rank(worlds: Worlds, balanc
             np.testing.assert_allclose(bias, by_name[name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "TP2.CP2.PP2"), ("one rank", "TP2")))
+@pytest.mark.parametrize("layout", make_rows(("one rank", "TP2", "TP2.CP2.PP2"), ("one rank", "TP2")))
 def test_the_bias_and_the_loss_of_each_sequence_balance_together(
     worlds: Worlds, balanced: Balanced, layout: str
 ) -> None:
     rules = Rules(Family.DEEPSEEK_V3, loss="SeqAuxLoss", coefficient=0.3, bias_rate=0.05)
     moe = {"balancing": "ExpertBias", "expertBiasUpdateRate": 0.05, "seqAuxLossCoefficient": 0.3}
-    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
 
 
 def test_sigmoid_scores_are_balanced_as_shares(worlds: Worlds, balanced: Balanced) -> None:
     rules = Rules(Family.DEEPSEEK_V3, coefficient=0.5)
     moe = {"balancing": "AuxLoss", "auxLossCoefficient": 0.5}
-    _holds(worlds, balanced, rules, _cell(rules, moe, {"tensor": 2}))
+    _assert_like_reference(worlds, balanced, rules, _cell(rules, moe, {"tensor": 2}))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,6 @@ def test_routers_are_trained(
     folder, _ = balanced(Rules(coefficient=1e-3))
     training = {"globalBatchSize": 8} if method == "SFT" else {"globalBatchSize": None}
     cell = Cell(Family.QWEN3_MOE, {"method": method, "moe": moe, "training": training})
-    (names,) = worlds.run(1, updated, cell, folder)
+    (names,) = worlds.run(1, update_parameters, cell, folder)
     assert any("experts" in name for name in names)
     assert any("router" in name for name in names) is is_trained

@@ -12,14 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected
 from trainer.parity.cells import LAYOUTS, Cell
-from trainer.parity.checkpoints import WEIGHTS, Resumption, Saved, apart, resumed, saved, state_in, unequal
+from trainer.parity.checkpoints import (
+    WEIGHTS,
+    Resumption,
+    SavedRun,
+    measure_distances,
+    resume_runs,
+    state_in,
+    train_and_save,
+    unequal_names,
+)
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 Further = Callable[[Family], tuple[Path, Expected]]
@@ -96,18 +105,18 @@ class Matrix:
     worlds: Worlds
     first: Callable[[Kind], Path]
     folder: Path
-    saved: Callable[[str, str], Saved]
+    saved: Callable[[str, str], SavedRun]
 
     def way(self, name: str, layout: str) -> LauncherTiming:
         """A cell of the matrix."""
         kind = KINDS[name]
-        sections = merged(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout]})
+        sections = merge_sections(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout]})
         return Cell(kind.family, sections), self.first(kind)
 
     def resumed(self, name: str, layout: str, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
         """The losses after each of these checkpoints in that layout, the same on every rank."""
         cell, first = self.way(name, layout)
-        of_ranks = self.worlds.run(cell.ranks(), resumed, cell, first, resumptions)
+        of_ranks = self.worlds.run(cell.ranks(), resume_runs, cell, first, resumptions)
         assert all(found == of_ranks[0] for found in of_ranks)
         losses: list[tuple[float, ...]] = of_ranks[0]
         return losses
@@ -126,9 +135,9 @@ def matrix(worlds: Worlds, reference: Reference, further: Further, tmp_path_fact
         return further(kind.family)[0] if kind.has_mtp else reference(kind.family)[0]
 
     @cache
-    def written(name: str, layout: str) -> Saved:
+    def written(name: str, layout: str) -> SavedRun:
         cell, first = made.way(name, layout)
-        found: Saved = worlds.run(cell.ranks(), saved, cell, first, folder / name / layout)[0]
+        found: SavedRun = worlds.run(cell.ranks(), train_and_save, cell, first, folder / name / layout)[0]
         return found
 
     made = Matrix(worlds, first, folder, written)
@@ -138,11 +147,11 @@ def matrix(worlds: Worlds, reference: Reference, further: Further, tmp_path_fact
 @pytest.mark.parametrize(("name", "layout"), [cell for cell in CELLS if KINDS[cell[0]].sections != "bfloat16"])
 def test_a_checkpoint_holds_the_same_whatever_the_layout(matrix: Matrix, name: str, layout: str) -> None:
     expected = state_in(matrix.saved(name, KINDS[name].layouts[0]).folder)
-    far = apart(state_in(matrix.saved(name, layout).folder), expected)
+    far = measure_distances(state_in(matrix.saved(name, layout).folder), expected)
     assert {kind: error for kind, error in far.items() if not error <= STATES_WITHIN} == {}
 
 
-@pytest.mark.parametrize(("name", "layout"), rows(CELLS, ALWAYS))
+@pytest.mark.parametrize(("name", "layout"), make_rows(CELLS, ALWAYS))
 def test_what_any_layout_saved_is_resumed(
     matrix: Matrix, name: str, layout: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -150,7 +159,7 @@ def test_what_any_layout_saved_is_resumed(
     resumptions = [matrix.resumption(name, written, layout) for written in kind.layouts]
     found = matrix.resumed(name, layout, resumptions)
     for written, resumption, losses in zip(kind.layouts, resumptions, found, strict=True):
-        differing = unequal(state_in(resumption.again), state_in(resumption.saved.folder))
+        differing = unequal_names(state_in(resumption.again), state_in(resumption.saved.folder))
         assert differing == [], f"saved in {written}"
         within = 0.0 if written == layout else kind.within
         np.testing.assert_allclose(losses, resumption.saved.losses, rtol=within, err_msg=f"saved in {written}")
@@ -164,7 +173,7 @@ def test_another_job_begins_with_the_weights_alone(matrix: Matrix) -> None:
     resumption = matrix.resumption(name, "TP2", "PP2", weights_only=True)
     (losses,) = matrix.resumed(name, "PP2", [resumption])
     begun, before = state_in(resumption.again), state_in(resumption.saved.folder)
-    assert unequal(_weights(begun), _weights(before)) == []
+    assert unequal_names(_weights(begun), _weights(before)) == []
     moments = [tensor for (kind, _), tensor in begun.items() if kind != WEIGHTS]
     assert moments
     assert not any(tensor.any() for tensor in moments)
@@ -187,7 +196,7 @@ def test_an_element_that_is_written_twice_or_never_is_seen(matrix: Matrix, tmp_p
         for number, rank in enumerate(copied):
             (folder / f"{number}.safetensors").write_bytes((lying / f"state-{rank:05d}.safetensors").read_bytes())
         with pytest.raises(AssertionError):
-            assert unequal(state_in(folder), state_in(lying)) == []
+            assert unequal_names(state_in(folder), state_in(lying)) == []
 
 
 def _weights(state: Mapping[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:

@@ -12,15 +12,15 @@ import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import nn
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron import data_parallel
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
-from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.cells import Cell, assert_like, make_loss, micro_batches, start_engine, train_cell
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -46,10 +46,10 @@ CELLS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 def _cell(name: str) -> Cell:
     family, sections = CELLS[name]
-    return Cell(family, merged(OVERLAPPED, sections))
+    return Cell(family, merge_sections(OVERLAPPED, sections))
 
 
-@pytest.mark.parametrize("name", rows(CELLS, always=["DP2", "EP2.DP2", "PP2.DP2, tied embeddings"]))
+@pytest.mark.parametrize("name", make_rows(CELLS, always=["DP2", "EP2.DP2", "PP2.DP2, tied embeddings"]))
 def test_exchanges_beside_the_computation_train_what_transformers_trains(
     worlds: Worlds, reference: Reference, name: str
 ) -> None:
@@ -60,11 +60,11 @@ def test_exchanges_beside_the_computation_train_what_transformers_trains(
 
 def trained_in_buckets(cell: Cell, folder: Path) -> Any:
     with _small_buckets():
-        return trained(cell, folder)
+        return train_cell(cell, folder)
 
 
 @pytest.mark.parametrize(
-    "name", rows(["DP2", "DP2, tied embeddings", "EP2.DP2", "PP2.DP2, tied embeddings"], always=["DP2", "EP2.DP2"])
+    "name", make_rows(["DP2", "DP2, tied embeddings", "EP2.DP2", "PP2.DP2, tied embeddings"], always=["DP2", "EP2.DP2"])
 )
 def test_a_layer_waits_for_its_own_weights_and_for_no_others(worlds: Worlds, reference: Reference, name: str) -> None:
     cell = _cell(name)
@@ -80,7 +80,7 @@ def pending(cell: Cell, folder: Path) -> tuple[int, list[tuple[int, int]], int]:
     """Buckets on their way behind an update; at the door of each unit, its own and others; when weights are read."""
     use_cpu()
     with _small_buckets():
-        engine = started(cell, folder)
+        engine = start_engine(cell, folder)
     try:
         chunk: Any = engine.data_parallel.model_chunks[0]
         entered: list[tuple[int, int]] = []
@@ -90,13 +90,13 @@ def pending(cell: Cell, folder: Path) -> tuple[int, list[tuple[int, int]], int]:
             on_its_way = set(_on_their_way(engine))
             entered.append((len(on_its_way & own), len(on_its_way - own)))
 
-        engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
         behind_an_update = len(_on_their_way(engine))
         stage = chunk.module
         for unit in (*stage.layers.values(), *(getattr(stage, name, None) for name in ("embedding", "output"))):
             if unit is not None:
                 unit.register_forward_pre_hook(seen)
-        engine.update(micro_batches(cell, engine, 1), loss_of(cell, engine))
+        engine.update(micro_batches(cell, engine, 1), make_loss(cell, engine))
         assert engine.stages
         read = len(_on_their_way(engine))
     finally:

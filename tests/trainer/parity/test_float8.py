@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
-from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps, Trained, trained
+from trainer.parity.cells import FOLDED, LAYOUTS, Cell, StepMeasurements, TrainedRank, train_cell
 from trainer.parity.float8 import write_float8_reference
 from trainer.parity.references import Reference
 from trainer.worlds import Worlds
@@ -55,18 +55,18 @@ def float8_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_a_layout_multiplies_what_one_rank_multiplies(worlds: Worlds, float8_reference: Reference, way: str) -> None:
     family, sections = CELLS[way]
     folder, expected = float8_reference(family)
-    cell = Cell(family, merged(FLOAT8, sections))
-    assert_near(worlds.run(cell.ranks(), trained, cell, folder), expected)
+    cell = Cell(family, merge_sections(FLOAT8, sections))
+    assert_near(worlds.run(cell.ranks(), train_cell, cell, folder), expected)
 
 
 def test_without_fp8_the_same_model_is_further_away_than_that(worlds: Worlds, float8_reference: Reference) -> None:
     folder, expected = float8_reference(Family.QWEN3_MOE)
-    found = worlds.run(1, trained, Cell(Family.QWEN3_MOE, {}), folder)
+    found = worlds.run(1, train_cell, Cell(Family.QWEN3_MOE, {}), folder)
     with pytest.raises(AssertionError):
         assert_near(found, expected)
 
 
-def assert_near(found_on_ranks: Sequence[Trained], expected: Steps) -> None:
+def assert_near(found_on_ranks: Sequence[TrainedRank], expected: StepMeasurements) -> None:
     """Alike in the first step, of the same weights. Sums in another order round a few numbers to the neighbour."""
     for found in (rank.steps for rank in found_on_ranks):
         assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)

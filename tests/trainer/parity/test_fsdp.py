@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.job.training import Lora
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import build_adapter_table
@@ -34,15 +34,15 @@ from trainer.parity.cells import (
     STEPS,
     Cell,
     assert_like,
-    loss_of,
+    build_cell_stages,
+    make_loss,
     micro_batches,
-    stages_of,
-    started,
-    trained,
+    start_engine,
+    train_cell,
 )
-from trainer.parity.checkpoints import Resumption, resumed, saved, state_in, unequal
+from trainer.parity.checkpoints import Resumption, resume_runs, state_in, train_and_save, unequal_names
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -76,17 +76,17 @@ TRAINED: dict[str, dict[str, Any]] = ALIKE | {
 
 
 def _cell(family: Family, parallelism: Mapping[str, Any], sections: Mapping[str, Any] | None = None) -> Cell:
-    return Cell(family, merged(merged(SHARDED, {"parallelism": dict(parallelism)}), sections or {}))
+    return Cell(family, merge_sections(merge_sections(SHARDED, {"parallelism": dict(parallelism)}), sections or {}))
 
 
-def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
+def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> None:
     folder, expected = reference(cell.family)
-    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected, within=WITHIN)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(
+    make_rows(
         product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS),
         [
             *product((Family.QWEN3_MOE,), ("alone", "DP3", "EP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")),
@@ -98,7 +98,7 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
 def test_a_layout_of_shares_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, reference, _cell(family, LAYOUTS[layout]))
+    _assert_like_reference(worlds, reference, _cell(family, LAYOUTS[layout]))
 
 
 GATHERED = ("alone", "DP3", "EP2.DP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")
@@ -106,7 +106,7 @@ GATHERED = ("alone", "DP3", "EP2.DP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(
+    make_rows(
         product((Family.QWEN3_MOE, Family.DEEPSEEK_V3), GATHERED),
         [*product((Family.QWEN3_MOE,), GATHERED), *product((Family.DEEPSEEK_V3,), ("DP3", "EP2.DP2"))],
     ),
@@ -114,28 +114,28 @@ GATHERED = ("alone", "DP3", "EP2.DP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")
 def test_weights_that_stay_gathered_train_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, reference, _cell(family, LAYOUTS[layout], ZERO2))
+    _assert_like_reference(worlds, reference, _cell(family, LAYOUTS[layout], ZERO2))
 
 
 @pytest.mark.parametrize("family", [Family.GPT_OSS, Family.QWEN2, Family.DEEPSEEK_V2])
 def test_biases_sinks_and_tied_matrices_are_shared_too(worlds: Worlds, reference: Reference, family: Family) -> None:
-    _holds(worlds, reference, _cell(family, {"tensor": 2, "data": 3}))
+    _assert_like_reference(worlds, reference, _cell(family, {"tensor": 2, "data": 3}))
 
 
 # Layers are recomputed in one of its three ways, and experts in another test.
 @pytest.mark.parametrize(
     "how",
-    rows(TRAINED, ("everything recomputed", "activations offloaded", "tokens gathered")),
+    make_rows(TRAINED, ("everything recomputed", "activations offloaded", "tokens gathered")),
 )
 def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
     worlds: Worlds, reference: Reference, how: str
 ) -> None:
-    _holds(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, TRAINED[how]))
+    _assert_like_reference(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, TRAINED[how]))
 
 
 def test_weights_that_stay_gathered_train_the_same_with_layers_recomputed(worlds: Worlds, reference: Reference) -> None:
     recomputed = {"training": {"recompute": {"granularity": "Full"}}}
-    _holds(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, merged(ZERO2, recomputed)))
+    _assert_like_reference(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, merge_sections(ZERO2, recomputed)))
 
 
 EVEN: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ EVEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", rows(EVEN, ("moving bias",)))
+@pytest.mark.parametrize("how", make_rows(EVEN, ("moving bias",)))
 def test_what_keeps_experts_even_works_as_on_whole_stages(worlds: Worlds, reference: Reference, how: str) -> None:
     moe = EVEN[how]
     folder, _ = reference(Family.DEEPSEEK_V3)
@@ -154,7 +154,7 @@ def test_what_keeps_experts_even_works_as_on_whole_stages(worlds: Worlds, refere
         Cell(Family.DEEPSEEK_V3, {"parallelism": MIXED, "moe": moe}),
         _cell(Family.DEEPSEEK_V3, MIXED, {"moe": moe}),
     ]
-    whole, shares = (worlds.run(4, trained, cell, folder)[0] for cell in cells)
+    whole, shares = (worlds.run(4, train_cell, cell, folder)[0] for cell in cells)
     np.testing.assert_allclose(shares.steps.losses, whole.steps.losses, rtol=WITHIN)
     np.testing.assert_allclose(shares.steps.norms, whole.steps.norms, rtol=WITHIN)
     np.testing.assert_allclose(shares.steps.balancing, whole.steps.balancing, rtol=WITHIN)
@@ -173,7 +173,7 @@ def trained_on_averages(cell: Cell, folder: Path) -> Any:
     ours = FSDPModule.set_gradient_divide_factor
     FSDPModule.set_gradient_divide_factor = _averages  # type: ignore[assignment, method-assign]
     try:
-        return trained(cell, folder)
+        return train_cell(cell, folder)
     finally:
         FSDPModule.set_gradient_divide_factor = ours  # type: ignore[method-assign]
 
@@ -197,16 +197,16 @@ def test_shares_in_bfloat16_train_what_whole_stages_train_to_the_bit(
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
     whole = worlds.run(2, after_updates, Cell(Family.QWEN3_MOE, IN_BFLOAT16), folder)[0]
-    for shares in worlds.run(2, after_updates, Cell(Family.QWEN3_MOE, merged(sections, IN_BFLOAT16)), folder):
+    for shares in worlds.run(2, after_updates, Cell(Family.QWEN3_MOE, merge_sections(sections, IN_BFLOAT16)), folder):
         assert shares == whole
 
 
 def after_updates(cell: Cell, folder: Path) -> list[float]:
     """Losses of one rank, each after the updates before it."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
-        loss = loss_of(cell, engine)
+        loss = make_loss(cell, engine)
         found = [engine.update(micro_batches(cell, engine, step), loss).loss for step in range(STEPS)]
         if cell.spec().memory.sharding.has_weight_shards:
             assert {local_part(parameter).dtype for parameter in engine.stages[0].parameters()} == {torch.bfloat16}
@@ -240,7 +240,7 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize(
     ("name", "extent"),
-    rows([(ALWAYS, "some ways"), *((name, "all ways") for name in KINDS)], [(ALWAYS, "some ways")]),
+    make_rows([(ALWAYS, "some ways"), *((name, "all ways") for name in KINDS)], [(ALWAYS, "some ways")]),
 )
 def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
     worlds: Worlds, reference: Reference, tmp_path: Path, name: str, extent: str
@@ -251,18 +251,22 @@ def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
     ways = {
         "shares": _cell(family, {"data": 3}, sections),
         "shares of a mix": _cell(family, mixed, sections),
-        "ZeRO-2": _cell(family, {"data": 2}, merged(ZERO2, sections)),
-        "TP2": Cell(family, merged({"parallelism": {"tensor": 2}}, sections)),
-        "PP2": Cell(family, merged({"parallelism": {"pipeline": 2}}, sections)),
+        "ZeRO-2": _cell(family, {"data": 2}, merge_sections(ZERO2, sections)),
+        "TP2": Cell(family, merge_sections({"parallelism": {"tensor": 2}}, sections)),
+        "PP2": Cell(family, merge_sections({"parallelism": {"pipeline": 2}}, sections)),
     }
     writers, readers = WAYS[extent]
-    written = {way: worlds.run(ways[way].ranks(), saved, ways[way], first, tmp_path / way)[0] for way in writers}
+    written = {
+        way: worlds.run(ways[way].ranks(), train_and_save, ways[way], first, tmp_path / way)[0] for way in writers
+    }
     for way in readers:
         cell = ways[way]
         others = {other: Resumption(one, tmp_path / "again" / way / other) for other, one in written.items()}
-        found = worlds.run(cell.ranks(), resumed, cell, first, [*others.values()])[0]
+        found = worlds.run(cell.ranks(), resume_runs, cell, first, [*others.values()])[0]
         for (other, resumption), losses in zip(others.items(), found, strict=True):
-            assert unequal(state_in(resumption.again), state_in(resumption.saved.folder)) == [], f"{other} in {way}"
+            assert unequal_names(state_in(resumption.again), state_in(resumption.saved.folder)) == [], (
+                f"{other} in {way}"
+            )
             is_same = other == way
             np.testing.assert_allclose(losses, resumption.saved.losses, rtol=0.0 if is_same else within, err_msg=other)
 
@@ -277,9 +281,9 @@ def test_weights_are_handed_out_as_they_were_read(
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
     sections = {"model": {"dtype": dtype}}
-    whole = worlds.run(1, handed_out, Cell(Family.QWEN3_MOE, sections), folder)[0]
+    whole = worlds.run(1, hand_out_weights, Cell(Family.QWEN3_MOE, sections), folder)[0]
     cell = _cell(Family.QWEN3_MOE, LAYOUTS[layout], sections)
-    parts = worlds.run(cell.ranks(), handed_out, cell, folder)
+    parts = worlds.run(cell.ranks(), hand_out_weights, cell, folder)
     assert sum(len(part) for part in parts) == len(whole), "somebody was handed a weight that another has"
     found = {name: tensor for part in parts for name, tensor in part.items()}
     assert found.keys() == whole.keys()
@@ -287,12 +291,14 @@ def test_weights_are_handed_out_as_they_were_read(
     assert differing == []
 
 
-def handed_out(cell: Cell, folder: Path) -> dict[str, Any]:
+def hand_out_weights(cell: Cell, folder: Path) -> dict[str, Any]:
     """Return the weights that one rank gets."""
     use_cpu()
     try:
         # As bits: numpy knows no bfloat16.
-        return {name: _bits(tensor) for name, tensor in started(cell, folder).export_weights() if not tensor.is_meta}
+        return {
+            name: _bits(tensor) for name, tensor in start_engine(cell, folder).export_weights() if not tensor.is_meta
+        }
     finally:
         stop_groups()
 
@@ -303,7 +309,7 @@ def test_fresh_weights_and_adapters_begin_with_what_they_compute_with(
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
     begun = {"model": {"dtype": "bfloat16"}, "training": {"lora": {"rank": 4}}, "parallelism": {"data": 2}}
-    cell = Cell(Family.QWEN3_MOE, merged(sections, begun))
+    cell = Cell(Family.QWEN3_MOE, merge_sections(sections, begun))
     for begins_with_more in worlds.run(2, with_more_bits, cell, folder):
         assert begins_with_more == []
 
@@ -312,7 +318,7 @@ def with_more_bits(cell: Cell, folder: Path) -> list[str]:
     """Return the fresh tensors of a rank whose shares are not in the type that they compute in."""
     use_cpu()
     try:
-        stages, groups, model = stages_of(cell, folder)
+        stages, groups, model = build_cell_stages(cell, folder)
         named = named_weights(stages)
         adapters = build_adapter_table(model.shape, cell.spec().training.lora or Lora()).parameters
         initialise_weights(stages, model_parameters(model.shape), groups, seed=1)
@@ -377,8 +383,8 @@ def test_a_layer_is_gathered_for_every_pass_or_once_a_step(
     worlds: Worlds, reference: Reference, family: Family, sections: Mapping[str, Any], is_once: bool
 ) -> None:
     folder, _ = reference(family)
-    cell = _cell(family, {"data": 2}, merged(sections, {"training": {"microBatchSize": 1}}))
-    found = worlds.run(2, gathers, cell, folder)[0]
+    cell = _cell(family, {"data": 2}, merge_sections(sections, {"training": {"microBatchSize": 1}}))
+    found = worlds.run(2, count_gathers, cell, folder)[0]
     assert found.micro_batches > 1
     assert found.of_a_layer == (1 if is_once else 2 * found.micro_batches)
 
@@ -391,10 +397,10 @@ class Gathers:
     micro_batches: int
 
 
-def gathers(cell: Cell, folder: Path) -> Gathers:
+def count_gathers(cell: Cell, folder: Path) -> Gathers:
     """One rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         layer = engine.stages[0].get_submodule("layers.1")
         assert isinstance(layer, FSDPModule)
@@ -402,7 +408,7 @@ def gathers(cell: Cell, folder: Path) -> Gathers:
         assert group is not None
         batches = micro_batches(cell, engine, 0)
         with patch.object(group, "_to_unsharded", wraps=group._to_unsharded) as gathered:  # noqa: SLF001
-            engine.update(batches, loss_of(cell, engine))
+            engine.update(batches, make_loss(cell, engine))
     finally:
         stop_groups()
     return Gathers(gathered.call_count, len(batches))
@@ -419,11 +425,11 @@ def bytes_held(cell: Cell, folder: Path) -> Bytes:
     """One rank's part."""
     use_cpu()
     before = _bytes()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     inside: list[int] = []
     try:
         begun = _bytes() - before
-        batches, loss = micro_batches(cell, engine, 0), loss_of(cell, engine)
+        batches, loss = micro_batches(cell, engine, 0), make_loss(cell, engine)
         attention = engine.stages[0].get_submodule("layers.1.attention")
         hook = attention.register_forward_hook(lambda *_: inside.append(_bytes() - before))
         engine.update(batches, loss)
@@ -448,16 +454,16 @@ def _bytes() -> int:
 def test_stages_of_shares_begin_with_the_counters_of_whole_ones(worlds: Worlds, reference: Reference) -> None:
     folder, _ = reference(Family.DEEPSEEK_V3)
     cells = [Cell(Family.DEEPSEEK_V3, {"parallelism": {"data": 2}}), _cell(Family.DEEPSEEK_V3, {"data": 2})]
-    whole, shares = (worlds.run(2, counters, cell, folder)[0] for cell in cells)
+    whole, shares = (worlds.run(2, read_counters, cell, folder)[0] for cell in cells)
     assert shares == whole
     assert len(shares) > 10
 
 
-def counters(cell: Cell, folder: Path) -> dict[str, tuple[str, list[float]]]:
+def read_counters(cell: Cell, folder: Path) -> dict[str, tuple[str, list[float]]]:
     """All buffers of a stage that has not trained yet."""
     use_cpu()
     try:
-        buffers = started(cell, folder).stages[0].named_buffers()
+        buffers = start_engine(cell, folder).stages[0].named_buffers()
         return {name: (str(buffer.dtype), buffer.flatten().tolist()) for name, buffer in buffers}
     finally:
         stop_groups()

@@ -11,11 +11,11 @@ import pytest
 
 from moejob_api.models.shape import Family
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell
-from trainer.parity.grpo import SECTIONS, Learned, by_transformers, learned, recorded, replayed
+from trainer.parity.grpo import SECTIONS, LearnedStep, by_transformers, learn_step, recorded, replayed
 from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
-LearnedIn = Callable[[Family, str], Sequence[Learned]]
+LearnedIn = Callable[[Family, str], Sequence[LearnedStep]]
 
 WITHIN = 1e-5
 SINGLE = "single"
@@ -33,9 +33,9 @@ CELLS = [
 @pytest.fixture(scope="module")
 def learned_in(worlds: Worlds, reference: Reference) -> LearnedIn:
     @cache
-    def run(family: Family, layout: str) -> Sequence[Learned]:
+    def run(family: Family, layout: str) -> Sequence[LearnedStep]:
         cell, (folder, _) = Cell(family, SECTIONS | _sections(layout)), reference(family)
-        return worlds.run(cell.ranks(), learned, cell, folder, recorded(folder))
+        return worlds.run(cell.ranks(), learn_step, cell, folder, recorded(folder))
 
     return run
 
@@ -63,19 +63,19 @@ REPLAYED = [SINGLE, "TP2", "PP2.VPP2", "EP2", "CP2", "DP2", "FSDP over TP2.EP2.D
 
 
 @pytest.fixture(scope="module")
-def replayed_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequence[Learned]]:
+def replayed_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequence[LearnedStep]]:
     @cache
-    def run(layout: str) -> Sequence[Learned]:
+    def run(layout: str) -> Sequence[LearnedStep]:
         sections = {**SECTIONS, "grpo": {**SECTIONS["grpo"], "routingReplay": True}, **_sections(layout)}
         cell, (folder, _) = Cell(Family.QWEN3_MOE, sections), reference(Family.QWEN3_MOE)
-        return worlds.run(cell.ranks(), learned, cell, folder, replayed(recorded(folder)))
+        return worlds.run(cell.ranks(), learn_step, cell, folder, replayed(recorded(folder)))
 
     return run
 
 
 @pytest.mark.parametrize("layout", REPLAYED)
 def test_a_step_on_the_experts_of_engines_is_that_of_transformers_on_them(
-    replayed_in: Callable[[str], Sequence[Learned]], reference: Reference, layout: str
+    replayed_in: Callable[[str], Sequence[LearnedStep]], reference: Reference, layout: str
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
     loss, norm = by_transformers(folder, replayed(recorded(folder)))
@@ -115,6 +115,6 @@ def _sections(layout: str) -> dict[str, Any]:
     return {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]}
 
 
-def _numbers(rank: Learned) -> list[list[float]]:
+def _numbers(rank: LearnedStep) -> list[list[float]]:
     names = ("entropy", "kl", "clipLow", "clipHigh", "mismatchMean", "mismatchWeight")
     return [[update.loss, update.gradient_norm, *(update.metrics[name] for name in names)] for update in rank.updates]

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
 from moejob_trainer.conversion.gathering import hugging_face_tensors
@@ -24,10 +24,19 @@ from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import initialise_adapters, named_weights, whole_adapters
 from moejob_trainer.model.adapters import adapter_parameters
 from moejob_trainer.model.parameters import model_parameters
-from trainer.parity.cells import STEPS, Cell, assert_like, loss_of, micro_batches, started, trained, updated
+from trainer.parity.cells import (
+    STEPS,
+    Cell,
+    assert_like,
+    make_loss,
+    micro_batches,
+    start_engine,
+    train_cell,
+    update_parameters,
+)
 from trainer.parity.lora import ALPHA, LORA, RANK
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -48,14 +57,14 @@ def _cell(family: Family, layout: dict[str, Any], **training: Any) -> Cell:
     return Cell(family, {"training": {"lora": LORA, **training}, "parallelism": layout})
 
 
-def _holds(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
+def _assert_like_reference(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
     folder, expected = lora_reference(cell.family)
-    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected, within=WITHIN)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(
+    make_rows(
         product(FAMILIES, LAYOUTS),
         [
             *product((Family.QWEN3_MOE,), ("one rank", "PP2", "CP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
@@ -66,7 +75,7 @@ def _holds(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
 def test_adapters_train_as_the_merged_model_says(
     worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
+    _assert_like_reference(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
 
 
 WRITTEN: dict[str, dict[str, Any]] = {
@@ -76,13 +85,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", rows(WRITTEN, ("whole weights",)))
+@pytest.mark.parametrize("way", make_rows(WRITTEN, ("whole weights",)))
 def test_adapters_train_alike_where_tokens_are_written_to_peers(
     worlds: Worlds, lora_reference: Reference, way: str
 ) -> None:
     cell = _cell(Family.QWEN3_MOE, {"expert": 2, "data": 2})
-    sections = merged({"moe": {"dispatcher": "Flex"}}, WRITTEN[way])
-    _holds(worlds, lora_reference, Cell(cell.family, merged(cell.sections, sections)))
+    sections = merge_sections({"moe": {"dispatcher": "Flex"}}, WRITTEN[way])
+    _assert_like_reference(worlds, lora_reference, Cell(cell.family, merge_sections(cell.sections, sections)))
 
 
 SHARED: dict[str, dict[str, Any]] = {
@@ -98,12 +107,12 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **training: Any) -> Cell:
     cell = _cell(family, layout, **training)
-    return Cell(family, merged(cell.sections, {"memory": {"sharding": sharding}}))
+    return Cell(family, merge_sections(cell.sections, {"memory": {"sharding": sharding}}))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(
+    make_rows(
         product(FAMILIES, SHARED),
         [
             *product((Family.QWEN3_MOE,), ("alone", "DP3", "TP2.EP2.ETP2 folded over TP2.DP2")),
@@ -114,7 +123,7 @@ def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **tr
 def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
     worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, lora_reference, _shared(family, SHARED[layout]))
+    _assert_like_reference(worlds, lora_reference, _shared(family, SHARED[layout]))
 
 
 GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,18 +133,20 @@ GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", rows(GATHERED, ("gathered once a step", "experts again")))
+@pytest.mark.parametrize("way", make_rows(GATHERED, ("gathered once a step", "experts again")))
 def test_divided_frozen_weights_are_gathered_in_every_way(worlds: Worlds, lora_reference: Reference, way: str) -> None:
     sharding, training = GATHERED[way]
-    _holds(worlds, lora_reference, _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2}, sharding, **training))
+    _assert_like_reference(
+        worlds, lora_reference, _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2}, sharding, **training)
+    )
 
 
-def types(cell: Cell, folder: Path) -> tuple[list[float], set[tuple[bool, str]]]:
+def train_parameter_types(cell: Cell, folder: Path) -> tuple[list[float], set[tuple[bool, str]]]:
     """Train; return the losses, and which type the parameters of this rank have, by whether they are trained."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
-        losses = [engine.update(micro_batches(cell, engine, n), loss_of(cell, engine)).loss for n in range(STEPS)]
+        losses = [engine.update(micro_batches(cell, engine, n), make_loss(cell, engine)).loss for n in range(STEPS)]
         held = {(one.requires_grad, str(one.dtype)) for stage in engine.stages for one in stage.parameters()}
     finally:
         stop_groups()
@@ -147,26 +158,29 @@ def test_frozen_shares_take_the_bytes_of_the_models_type(worlds: Worlds, lora_re
     bfloat16 = {"model": {"dtype": "bfloat16"}}
     cells = [_cell(Family.QWEN3_MOE, {"data": 2}), _shared(Family.QWEN3_MOE, {"data": 2})]
     (whole, _), (shares, held) = (
-        worlds.run(2, types, Cell(cell.family, merged(cell.sections, bfloat16)), folder)[0] for cell in cells
+        worlds.run(2, train_parameter_types, Cell(cell.family, merge_sections(cell.sections, bfloat16)), folder)[0]
+        for cell in cells
     )
     assert held == {(True, "torch.float32"), (False, "torch.bfloat16")}
     assert shares == pytest.approx(whole, rel=5e-3)
 
 
 def test_ranks_that_share_keys_and_values_share_their_adapter(worlds: Worlds, lora_reference: Reference) -> None:
-    _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 4, "expert": 4, **FOLDED}))
+    _assert_like_reference(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 4, "expert": 4, **FOLDED}))
 
 
 @pytest.mark.parametrize("recompute", [{"granularity": "Full"}, {"granularity": "Selective", "modules": ["Experts"]}])
 def test_adapters_train_the_same_when_layers_are_computed_again(
     worlds: Worlds, lora_reference: Reference, recompute: dict[str, Any]
 ) -> None:
-    _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 2, "expert": 2, **FOLDED}, recompute=recompute))
+    _assert_like_reference(
+        worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 2, "expert": 2, **FOLDED}, recompute=recompute)
+    )
 
 
 def test_nothing_but_adapters_is_updated(worlds: Worlds, lora_reference: Reference) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
-    (names,) = worlds.run(1, updated, _cell(Family.QWEN3_MOE, {}), folder)
+    (names,) = worlds.run(1, update_parameters, _cell(Family.QWEN3_MOE, {}), folder)
     assert names
     assert all(name.endswith(("lora_a", "lora_b")) for name in names)
 
@@ -174,10 +188,10 @@ def test_nothing_but_adapters_is_updated(worlds: Worlds, lora_reference: Referen
 # --- how they begin and how they are published ----------------------------------------------------------------------
 
 
-def fresh(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+def build_fresh_adapters(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     """New adapters, whole, on the rank that owns each."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         lora, shape = engine.spec.training.lora, engine.model.shape
         assert lora is not None
@@ -194,11 +208,11 @@ def test_adapters_begin_alike_in_every_layout_and_add_nothing(
     worlds: Worlds, lora_reference: Reference, is_shared: bool
 ) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
-    (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
+    (expected,) = worlds.run(1, build_fresh_adapters, _cell(Family.QWEN3_MOE, {}), folder)
     layout = {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED}
     made = _shared if is_shared else _cell
     found: dict[str, torch.Tensor] = {}
-    for part in worlds.run(4, fresh, made(Family.QWEN3_MOE, layout), folder):
+    for part in worlds.run(4, build_fresh_adapters, made(Family.QWEN3_MOE, layout), folder):
         found |= part
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -210,10 +224,10 @@ def test_adapters_begin_alike_in_every_layout_and_add_nothing(
             assert 0.5 * reach < tensor.abs().max().item() <= reach
 
 
-def published(cell: Cell, folder: Path, target: Path) -> dict[str, torch.Tensor]:
+def export_own_adapters(cell: Cell, folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Exports the adapters; returns the merged weights that this rank owns."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         lora = engine.spec.training.lora
         assert lora is not None
@@ -240,7 +254,7 @@ def test_adapters_are_published_as_they_are_held(
 ) -> None:
     cell = PUBLISHED[way]
     folder, _ = lora_reference(cell.family)
-    parts = worlds.run(cell.ranks(), published, cell, folder, tmp_path / "adapters")
+    parts = worlds.run(cell.ranks(), export_own_adapters, cell, folder, tmp_path / "adapters")
     written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     held = load_file(folder / "adapters" / "model.safetensors")
     assert written.keys() == held.keys()
@@ -270,20 +284,20 @@ def test_what_is_computed_again_leaves_out_the_same_inputs(worlds: Worlds, lora_
     half = {"lora": LORA | {"dropout": 0.5}}
     ways: tuple[dict[str, Any], ...] = ({}, {"recompute": {"granularity": "Full"}})
     first, again = (
-        worlds.run(1, trained, Cell(Family.QWEN3_MOE, {"training": half | way}), folder)[0].steps for way in ways
+        worlds.run(1, train_cell, Cell(Family.QWEN3_MOE, {"training": half | way}), folder)[0].steps for way in ways
     )
     assert abs(first.losses[0] - without.losses[0]) > 1e-3
     assert first.losses == pytest.approx(again.losses, rel=1e-6)
     assert first.norms == pytest.approx(again.norms, rel=1e-5)
 
 
-def saved(cell: Cell, folder: Path, checkpoint: Path) -> dict[str, int]:
+def train_and_save(cell: Cell, folder: Path, checkpoint: Path) -> dict[str, int]:
     """Trains all steps but the last and saves; returns the counters."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         for step in range(STEPS - 1):
-            engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
+            engine.update(micro_batches(cell, engine, step), make_loss(cell, engine))
         with ThreadPoolExecutor(1) as background:
             files = _files(engine, background)
             files.start_writing(checkpoint).writing.result()
@@ -292,16 +306,16 @@ def saved(cell: Cell, folder: Path, checkpoint: Path) -> dict[str, int]:
         stop_groups()
 
 
-def resumed(cell: Cell, folder: Path, checkpoint: Path, counters: dict[str, int]) -> float:
+def resume_last_step(cell: Cell, folder: Path, checkpoint: Path, counters: dict[str, int]) -> float:
     """The loss of the last step, trained from a checkpoint."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         with ThreadPoolExecutor(1) as background:
             files = _files(engine, background)
             files.read(checkpoint, weights_only=False)
             files.set_counters(counters)
-        return engine.update(micro_batches(cell, engine, STEPS - 1), loss_of(cell, engine)).loss
+        return engine.update(micro_batches(cell, engine, STEPS - 1), make_loss(cell, engine)).loss
     finally:
         stop_groups()
 
@@ -321,7 +335,7 @@ def test_adapters_alone_are_saved_and_go_on_in_another_layout(
     worlds: Worlds, lora_reference: Reference, cell: Cell, tmp_path: Path
 ) -> None:
     folder, expected = lora_reference(Family.DEEPSEEK_V3)
-    counters = worlds.run(cell.ranks(), saved, cell, folder, tmp_path)[0]
+    counters = worlds.run(cell.ranks(), train_and_save, cell, folder, tmp_path)[0]
     names = set()
     for path in tmp_path.glob("state-*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -329,5 +343,5 @@ def test_adapters_alone_are_saved_and_go_on_in_another_layout(
     assert all(name.endswith(("lora_a", "lora_b", "selection_bias")) for name in names)
     family, folded = Family.DEEPSEEK_V3, {"data": 2, "expertTensor": 2, **FOLDED}
     for other in (_cell(family, {}), _cell(family, folded), _shared(family, {"data": 2, "expert": 2})):
-        losses = worlds.run(other.ranks(), resumed, other, folder, tmp_path, counters)
+        losses = worlds.run(other.ranks(), resume_last_step, other, folder, tmp_path, counters)
         assert losses == pytest.approx([expected.losses[-1]] * other.ranks(), rel=WITHIN)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import build_tensor_table
@@ -29,13 +29,13 @@ from trainer.parity.cells import (
     MISTAKEN,
     Cell,
     assert_like,
-    measured,
-    started,
-    trained,
+    measure_update,
+    start_engine,
+    train_cell,
     write_reference,
 )
 from trainer.parity.multi_token_prediction import COEFFICIENT, LAYERS, MODULES
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 Further = Callable[..., tuple[Path, Expected]]
@@ -67,32 +67,34 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 def _cell(layout: dict[str, Any], family: Family = Family.DEEPSEEK_V3, mutant: str = "", **sections: Any) -> Cell:
-    return Cell(family, merged(LEARNED, merged(sections, {"parallelism": layout})), mutant)
+    return Cell(family, merge_sections(LEARNED, merge_sections(sections, {"parallelism": layout})), mutant)
 
 
-def _holds(worlds: Worlds, reference: tuple[Path, Expected], cell: Cell) -> None:
+def _assert_like_reference(worlds: Worlds, reference: tuple[Path, Expected], cell: Cell) -> None:
     folder, expected = reference
-    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected.steps, within=WITHIN)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected.steps, within=WITHIN)
 
 
-@pytest.mark.parametrize("layout", rows(ALL, MIXED))
+@pytest.mark.parametrize("layout", make_rows(ALL, MIXED))
 def test_further_tokens_are_learned_as_the_report_says(worlds: Worlds, further: Further, layout: str) -> None:
-    _holds(worlds, further(Family.DEEPSEEK_V3), _cell(ALL[layout]))
+    _assert_like_reference(worlds, further(Family.DEEPSEEK_V3), _cell(ALL[layout]))
 
 
-@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "PP2", "CP2"), ("TP2", "PP2")))
+@pytest.mark.parametrize("layout", make_rows(("one rank", "TP2", "PP2", "CP2"), ("TP2", "PP2")))
 def test_another_family_learns_them_the_same_way(worlds: Worlds, further: Further, layout: str) -> None:
-    _holds(worlds, further(Family.GLM4_MOE), _cell(ALL[layout], Family.GLM4_MOE))
+    _assert_like_reference(worlds, further(Family.GLM4_MOE), _cell(ALL[layout], Family.GLM4_MOE))
 
 
-@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "PP2", "TP2.PP2.EP2"), ("one rank", "TP2", "PP2")))
+@pytest.mark.parametrize("layout", make_rows(("one rank", "TP2", "PP2", "TP2.PP2.EP2"), ("one rank", "TP2", "PP2")))
 def test_an_output_layer_that_is_the_embedding_serves_all_three(worlds: Worlds, further: Further, layout: str) -> None:
-    _holds(worlds, further(Family.DEEPSEEK_V3, tied=True), _cell(ALL[layout]))
+    _assert_like_reference(worlds, further(Family.DEEPSEEK_V3, tied=True), _cell(ALL[layout]))
 
 
-@pytest.mark.parametrize("how", rows(MEMORY, ("everything recomputed",)))
+@pytest.mark.parametrize("how", make_rows(MEMORY, ("everything recomputed",)))
 def test_how_memory_is_saved_changes_nothing(worlds: Worlds, further: Further, how: str) -> None:
-    _holds(worlds, further(Family.DEEPSEEK_V3), _cell({"tensor": 2, "expert": 2, **FOLDED}, **MEMORY[how]))
+    _assert_like_reference(
+        worlds, further(Family.DEEPSEEK_V3), _cell({"tensor": 2, "expert": 2, **FOLDED}, **MEMORY[how])
+    )
 
 
 SHARES: dict[str, dict[str, Any]] = {
@@ -102,12 +104,14 @@ SHARES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"), rows(product(SHARES, (False, True)), [("DP3", True), ("TP2.EP2.DP2", False)])
+    ("layout", "tied"), make_rows(product(SHARES, (False, True)), [("DP3", True), ("TP2.EP2.DP2", False)])
 )
 def test_replicas_that_divide_everything_learn_them_too(
     worlds: Worlds, further: Further, layout: str, *, tied: bool
 ) -> None:
-    _holds(worlds, further(Family.DEEPSEEK_V3, tied=tied), _cell(SHARES[layout], memory={"sharding": "FSDP"}))
+    _assert_like_reference(
+        worlds, further(Family.DEEPSEEK_V3, tied=tied), _cell(SHARES[layout], memory={"sharding": "FSDP"})
+    )
 
 
 # --- what else is learned with them ---------------------------------------------------------------------------------
@@ -133,14 +137,14 @@ BALANCED = ("one rank", "TP2", "PP2", "CP2", "EP2")
 ALWAYS = [*product(("losses",), ("one rank", "PP2", "CP2")), *product(("a bias",), ("TP2", "EP2"))]
 
 
-@pytest.mark.parametrize(("how", "layout"), rows(product(RULES, (*BALANCED, "TP2.CP2.DP2")), ALWAYS))
+@pytest.mark.parametrize(("how", "layout"), make_rows(product(RULES, (*BALANCED, "TP2.CP2.DP2")), ALWAYS))
 def test_their_experts_are_balanced_over_the_tokens_they_see(
     worlds: Worlds, further: Further, how: str, layout: str
 ) -> None:
     rules, moe = RULES[how]
     folder, expected = further(Family.DEEPSEEK_V3, rules)
     cell = _balanced_cell(moe, ALL[layout])
-    found = worlds.run(cell.ranks(), trained, cell, folder)
+    found = worlds.run(cell.ranks(), train_cell, cell, folder)
     assert_like(found, expected.steps, within=WITHIN)
     # The first layer has no experts.
     names = [*(f"layers.{index}" for index in range(1, LAYERS)), *(f"mtp.{index}.layer" for index in range(MODULES))]
@@ -159,7 +163,7 @@ MEASURED = ("one rank", "PP2.VPP2", "TP2.CP2.DP2")
 def test_their_layers_are_measured_behind_the_last(worlds: Worlds, further: Further) -> None:
     folder, _ = further(Family.DEEPSEEK_V3)
     alone, *others = (
-        worlds.run(cell.ranks(), measured, cell, folder) for cell in (_cell(ALL[name]) for name in MEASURED)
+        worlds.run(cell.ranks(), measure_update, cell, folder) for cell in (_cell(ALL[name]) for name in MEASURED)
     )
     assert alone[0]["mtpLoss"] > 1.0
     assert alone[0]["worstExpertLayer"] in range(1, LAYERS + MODULES)
@@ -178,7 +182,7 @@ def test_a_model_is_trained_without_them_where_the_job_says_so(worlds: Worlds, t
     _publish_mtp(tmp_path / "first")
     sections = {"parallelism": LAYOUTS[layout], "training": {"mtpLossCoefficient": 0.0}}
     cell = Cell(Family.DEEPSEEK_V3, sections)
-    assert_like(worlds.run(cell.ranks(), trained, cell, tmp_path), expected, within=WITHIN)
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, tmp_path), expected, within=WITHIN)
 
 
 def _publish_mtp(folder: Path) -> None:
@@ -195,11 +199,11 @@ def _publish_mtp(folder: Path) -> None:
 # --- as they are published ------------------------------------------------------------------------------------------
 
 
-def published(cell: Cell, folder: Path, target: Path) -> None:
+def export_model(cell: Cell, folder: Path, target: Path) -> None:
     """Exports what was read."""
     use_cpu()
     try:
-        engine = started(cell, folder)
+        engine = start_engine(cell, folder)
         place = ExportTarget(target, folder / "first", torch.float32)
         export_weights(
             named_weights(engine.stages), build_tensor_table(engine.model.shape), engine.placement.model_groups, place
@@ -215,7 +219,7 @@ def test_they_are_published_as_they_were_to_the_bit(
 ) -> None:
     folder, _ = further(Family.DEEPSEEK_V3, tied=tied)
     cell = _cell(ALL[layout])
-    worlds.run(cell.ranks(), published, cell, folder, tmp_path / "export")
+    worlds.run(cell.ranks(), export_model, cell, folder, tmp_path / "export")
     written: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "export").glob("*.safetensors"):
         written |= load_file(path)
@@ -236,11 +240,11 @@ def test_they_are_published_as_they_were_to_the_bit(
 @pytest.mark.parametrize("mutant", MISTAKEN)
 def test_a_mistake_made_on_purpose_is_seen(worlds: Worlds, further: Further, mutant: str) -> None:
     with pytest.raises(AssertionError, match=r"Not equal"):
-        _holds(worlds, further(Family.DEEPSEEK_V3), _cell(ALL["CP2"], mutant=mutant))
+        _assert_like_reference(worlds, further(Family.DEEPSEEK_V3), _cell(ALL["CP2"], mutant=mutant))
 
 
 def test_a_coefficient_that_is_ignored_is_seen(worlds: Worlds, further: Further) -> None:
     cell = _cell(ALL["DP2"])
-    other = replace(cell, sections=merged(cell.sections, {"training": {"mtpLossCoefficient": 2 * COEFFICIENT}}))
+    other = replace(cell, sections=merge_sections(cell.sections, {"training": {"mtpLossCoefficient": 2 * COEFFICIENT}}))
     with pytest.raises(AssertionError, match=r"Not equal"):
-        _holds(worlds, further(Family.DEEPSEEK_V3), other)
+        _assert_like_reference(worlds, further(Family.DEEPSEEK_V3), other)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
@@ -20,14 +20,14 @@ from trainer.parity.cells import (
     MODELS,
     Cell,
     assert_like,
-    measured,
+    build_cell_stages,
+    measure_update,
     relative_errors,
-    stages_of,
-    trained,
+    train_cell,
 )
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.parity.references import Reference
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 Recorded = Callable[[str, object], None]
@@ -85,10 +85,10 @@ ALWAYS = [
 ]
 
 
-def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
+def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
     """Holds the cell against its reference; how far it is from it."""
     folder, expected = reference(cell.family)
-    found = worlds.run(cell.ranks(), trained, cell, folder)
+    found = worlds.run(cell.ranks(), train_cell, cell, folder)
     assert_like(found, expected, within=WITHIN)
     return relative_errors(found, expected)
 
@@ -97,39 +97,39 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...
 def test_one_rank_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, record_property: Recorded
 ) -> None:
-    errors = _holds(worlds, reference, Cell(family, {}))
+    errors = _assert_like_reference(worlds, reference, Cell(family, {}))
     record_property(MATRIX, Entry(PARITY, "one rank", family, errors).as_json)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS), ALWAYS),
+    make_rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS), ALWAYS),
 )
 def test_a_layout_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded
 ) -> None:
-    errors = _holds(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
+    errors = _assert_like_reference(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
     record_property(MATRIX, Entry(PARITY, layout, family, errors).as_json)
 
 
-@pytest.mark.parametrize("how", rows(TRAINED, [how for how in TRAINED if how not in ELSEWHERE]))
+@pytest.mark.parametrize("how", make_rows(TRAINED, [how for how in TRAINED if how not in ELSEWHERE]))
 def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
     worlds: Worlds, reference: Reference, how: str
 ) -> None:
     parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
-    _holds(worlds, reference, Cell(Family.QWEN3_MOE, parallelism | TRAINED[how]))
+    _assert_like_reference(worlds, reference, Cell(Family.QWEN3_MOE, parallelism | TRAINED[how]))
 
 
 @pytest.mark.parametrize("module", RECOMPUTED)
 def test_computing_a_module_again_changes_nothing(worlds: Worlds, reference: Reference, module: str) -> None:
     parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
     again = {"training": {"recompute": {"granularity": "Selective", "modules": [module]}}}
-    _holds(worlds, reference, Cell(RECOMPUTED[module], parallelism | again))
+    _assert_like_reference(worlds, reference, Cell(RECOMPUTED[module], parallelism | again))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    rows(
+    make_rows(
         product((Family.QWEN3_MOE, Family.GPT_OSS), GATHERED),
         [*product((Family.QWEN3_MOE,), GATHERED), (Family.GPT_OSS, "EP2"), (Family.GPT_OSS, "ETP2 folded")],
     ),
@@ -137,12 +137,14 @@ def test_computing_a_module_again_changes_nothing(worlds: Worlds, reference: Ref
 def test_gathering_tokens_is_the_same_as_exchanging_them(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, reference, Cell(family, {"parallelism": GATHERED[layout], "moe": {"dispatcher": "AllGather"}}))
+    _assert_like_reference(
+        worlds, reference, Cell(family, {"parallelism": GATHERED[layout], "moe": {"dispatcher": "AllGather"}})
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "layout", "how"),
-    rows(
+    make_rows(
         [
             *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), WRITTEN, [""]),
             *product((Family.QWEN3_MOE,), ("EP2",), ALIKE),
@@ -157,12 +159,12 @@ def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them
     worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
 ) -> None:
     sections = {"parallelism": WRITTEN[layout], "moe": {"dispatcher": "Flex"}}
-    _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+    _assert_like_reference(worlds, reference, Cell(family, merge_sections(sections, ALIKE.get(how, {}))))
 
 
 @pytest.mark.parametrize(
     ("family", "layout", "how"),
-    rows(
+    make_rows(
         [
             *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), OVER_NODES, [""]),
             *product((Family.QWEN3_MOE,), ("EP4",), ALIKE),
@@ -177,14 +179,14 @@ def test_sending_tokens_to_nodes_first_is_the_same_as_sending_them_to_ranks(
     worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
 ) -> None:
     sections = {"parallelism": OVER_NODES[layout], "moe": {"dispatcher": "Flex"}, "resources": {"gpusPerNode": 2}}
-    _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+    _assert_like_reference(worlds, reference, Cell(family, merge_sections(sections, ALIKE.get(how, {}))))
 
 
 def memory_bytes(cell: Cell, folder: Path) -> int:
     """Bytes of this rank that its peers write to."""
     use_cpu()
     try:
-        [stage], _, _ = stages_of(cell, folder)
+        [stage], _, _ = build_cell_stages(cell, folder)
         memory = stage.groups.expert_memory
         assert memory is None or len(memory.shares) == 2
         return 0 if memory is None else memory.shares[memory.rank].numel()
@@ -218,7 +220,7 @@ def test_tokens_over_capacity_are_dropped_alike_where_they_visit_nodes_first(
     folder, _ = reference(Family.QWEN3_MOE)
     sections: dict[str, Any] = {"parallelism": {"expert": 4}, "resources": {"gpusPerNode": 2}}
     nodes, straight = (
-        worlds.run(4, trained, Cell(Family.QWEN3_MOE, sections | {"moe": moe}), folder)
+        worlds.run(4, train_cell, Cell(Family.QWEN3_MOE, sections | {"moe": moe}), folder)
         for moe in ({"capacityFactor": 1.0, "dispatcher": way} for way in ("Flex", "AllToAll"))
     )
     for one, other in zip(nodes, straight, strict=True):
@@ -229,7 +231,7 @@ def test_tokens_over_capacity_are_dropped_alike_where_they_visit_nodes_first(
 def test_tokens_over_capacity_are_dropped_alike_by_either_way(worlds: Worlds, reference: Reference) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
     written, exchanged = (
-        worlds.run(2, trained, Cell(Family.QWEN3_MOE, {"parallelism": {"expert": 2}, "moe": moe}), folder)
+        worlds.run(2, train_cell, Cell(Family.QWEN3_MOE, {"parallelism": {"expert": 2}, "moe": moe}), folder)
         for moe in ({"capacityFactor": 1.0, "dispatcher": way} for way in ("Flex", "AllToAll"))
     )
     # To the last bit, of losses and of norms of gradients.
@@ -242,7 +244,7 @@ def test_every_rank_says_which_share_of_choices_was_dropped(worlds: Worlds, refe
     for factor in (0.5, 8.0):
         layout = {"tensor": 2, "expert": 2, **FOLDED}
         cell = Cell(Family.QWEN3_MOE, {"parallelism": layout, "moe": {"capacityFactor": factor}})
-        rates.append([metrics["dropRate"] for metrics in worlds.run(2, measured, cell, folder)])
+        rates.append([metrics["dropRate"] for metrics in worlds.run(2, measure_update, cell, folder)])
     # Half an even share drops at least half, but for what padding left free.
     assert rates[0][0] == rates[0][1]
     assert 0.3 < rates[0][0] < 0.9
@@ -258,4 +260,4 @@ MUTANTS = ("gradients over DP", "theta 10000", "two experts swapped", "mask shif
 def test_a_mistake_made_on_purpose_is_seen(worlds: Worlds, reference: Reference, mutant: str) -> None:
     cell = Cell(Family.QWEN3_MOE, {"parallelism": {"data": 2}}, mutant)
     with pytest.raises(AssertionError, match=r"off by|Not equal"):
-        _holds(worlds, reference, cell)
+        _assert_like_reference(worlds, reference, cell)

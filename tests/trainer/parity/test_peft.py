@@ -17,8 +17,8 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights
 from moejob_trainer.model.architecture import read_architecture
-from trainer.parity.cells import Cell, reference_model, started
-from trainer.rows import rows
+from trainer.parity.cells import Cell, reference_model, start_engine
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 ROOT = Path(__file__).parents[3]
@@ -47,10 +47,10 @@ CASES = {
 ALWAYS = ("qwen3_moe, experts", "mixtral, experts", "qwen2_moe, all", "deepseek_v3, all")
 
 
-def published(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+def export_own_adapters(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     """Exports the adapters; returns the merged weights that this rank owns."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         lora, base = engine.spec.training.lora, folder / "first"
         assert lora is not None
@@ -70,14 +70,14 @@ def said(
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     folders = {str(item.callspec.params["case"]): tmp_path_factory.mktemp("peft") for item in items}
     for name, folder in folders.items():
-        _export(worlds, *CASES[name], folder)
+        _export_for_peft(worlds, *CASES[name], folder)
     script = Path(__file__).with_name("peft_logits.py")
     done = subprocess.run([PYTHON, script, *folders.values()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {name: load_file(folder / "logits.safetensors") for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("case", rows(CASES, ALWAYS))
+@pytest.mark.parametrize("case", make_rows(CASES, ALWAYS))
 def test_peft_says_with_our_adapters_what_the_merged_model_says(
     said: dict[str, dict[str, torch.Tensor]], case: str
 ) -> None:
@@ -86,12 +86,12 @@ def test_peft_says_with_our_adapters_what_the_merged_model_says(
     assert (adapted - merged).abs().max().item() < 1e-5 * merged.abs().max().item()
 
 
-def _export(worlds: Worlds, family: Family, targets: tuple[str, ...], folder: Path) -> None:
+def _export_for_peft(worlds: Worlds, family: Family, targets: tuple[str, ...], folder: Path) -> None:
     lora = {"rank": 4, "alpha": 6.0, "dropout": 0.5, "targets": targets}
     cell = Cell(family, {"training": {"lora": lora}, "parallelism": {"data": 2, "tensor": 2, **FOLDED}})
     _write_model(cell, folder)
     (folder / "merged").mkdir()
-    parts = worlds.run(4, published, cell, folder)
+    parts = worlds.run(4, export_own_adapters, cell, folder)
     merged = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
     save_file(merged, folder / "merged/model.safetensors", {"format": "pt"})
     (folder / "merged/config.json").write_text((folder / "first/config.json").read_text())

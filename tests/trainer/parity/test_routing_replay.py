@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import ALIKE, FOLDED, LAYOUTS, Cell, Steps, assert_like, documents, reference_model
+from trainer.parity.cells import (
+    ALIKE,
+    FOLDED,
+    LAYOUTS,
+    Cell,
+    StepMeasurements,
+    assert_like,
+    make_documents,
+    reference_model,
+)
 from trainer.parity.references import Reference
 from trainer.parity.routing_replay import (
     MISTAKEN,
@@ -18,13 +27,13 @@ from trainer.parity.routing_replay import (
     own_choices,
     random_choices,
     reference_in,
-    replayed,
     replayed_documents,
     replayed_once,
+    train_replayed,
     write_choices,
     write_replayed_reference,
 )
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -63,7 +72,7 @@ ALWAYS = [
 @pytest.fixture(scope="session")
 def replay_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     @cache
-    def written(family: Family) -> tuple[Path, Steps]:
+    def written(family: Family) -> tuple[Path, StepMeasurements]:
         folder = tmp_path_factory.mktemp(f"replayed-{family}")
         reference_model(family).save_pretrained(folder / "first")
         return folder, write_replayed_reference(folder, random_choices)
@@ -71,9 +80,9 @@ def replay_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return written
 
 
-def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
+def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> None:
     folder, expected = reference(cell.family)
-    ranks = worlds.run(cell.ranks(), replayed, cell, folder)
+    ranks = worlds.run(cell.ranks(), train_replayed, cell, folder)
     assert_like([rank.trained for rank in ranks], expected, within=WITHIN)
     model = reference_in(folder)
     batch = replayed_documents(0, folder)
@@ -89,22 +98,22 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
 def test_one_rank_trains_on_given_choices_as_transformers_does(
     worlds: Worlds, replay_reference: Reference, family: Family
 ) -> None:
-    _holds(worlds, replay_reference, Cell(family, {}))
+    _assert_like_reference(worlds, replay_reference, Cell(family, {}))
 
 
-@pytest.mark.parametrize(("family", "layout"), rows(CELLS, ALWAYS))
+@pytest.mark.parametrize(("family", "layout"), make_rows(CELLS, ALWAYS))
 def test_a_layout_trains_on_given_choices_as_transformers_does(
     worlds: Worlds, replay_reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, replay_reference, Cell(family, ALL[layout]))
+    _assert_like_reference(worlds, replay_reference, Cell(family, ALL[layout]))
 
 
-@pytest.mark.parametrize("how", rows(ALIKE, ("everything recomputed", "one document at a time")))
+@pytest.mark.parametrize("how", make_rows(ALIKE, ("everything recomputed", "one document at a time")))
 def test_what_is_computed_again_is_computed_on_the_same_choices(
     worlds: Worlds, replay_reference: Reference, how: str
 ) -> None:
     parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
-    _holds(worlds, replay_reference, Cell(Family.QWEN3_MOE, parallelism | ALIKE[how]))
+    _assert_like_reference(worlds, replay_reference, Cell(Family.QWEN3_MOE, parallelism | ALIKE[how]))
 
 
 @pytest.mark.parametrize("layout", ["TP2", "CP2"])
@@ -114,7 +123,7 @@ def test_replaying_what_routers_choose_themselves_changes_nothing(
     plain, expected = reference(Family.QWEN3_MOE)
     model = reference_in(plain)
     (tmp_path / "first").symlink_to(plain / "first")
-    write_choices(tmp_path, 0, {str(one.id): own_choices(model, one.tokens) for one in documents(0)})
+    write_choices(tmp_path, 0, {str(one.id): own_choices(model, one.tokens) for one in make_documents(0)})
     cell = Cell(Family.QWEN3_MOE, {"parallelism": LAYOUTS[layout]})
     for loss, off, disagreement in worlds.run(cell.ranks(), replayed_once, cell, tmp_path, plain / "gradients"):
         assert loss == pytest.approx(expected.losses[0], rel=WITHIN)
@@ -126,4 +135,4 @@ def test_replaying_what_routers_choose_themselves_changes_nothing(
 def test_a_choice_in_a_wrong_place_is_seen(worlds: Worlds, replay_reference: Reference, mutant: str) -> None:
     cell = Cell(Family.QWEN3_MOE, {"parallelism": {"context": 2}}, mutant)
     with pytest.raises(AssertionError, match=r"off by|Not equal"):
-        _holds(worlds, replay_reference, cell)
+        _assert_like_reference(worlds, replay_reference, cell)

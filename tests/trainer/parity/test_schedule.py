@@ -26,14 +26,14 @@ from trainer.parity.cells import (
     TRAINING,
     Cell,
     Deviation,
-    backward,
-    deviation,
-    documents,
-    loss_of,
+    build_cell_stages,
+    make_documents,
+    make_loss,
+    measure_deviation,
     micro_batches,
     parameter_groups,
     reference_model,
-    stages_of,
+    run_backward,
 )
 from trainer.worlds import Worlds
 
@@ -56,7 +56,7 @@ class Parts:
             yield micro_batches(self.cell, self.engine, number)
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
-        return loss_of(self.cell, self.engine)(outputs, batch)
+        return make_loss(self.cell, self.engine)(outputs, batch)
 
     def restore(self) -> int:
         return self.begun
@@ -81,7 +81,7 @@ def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviatio
     """Train from a step to the last one; return the rates, and the distance of the weights from the reference's."""
     use_cpu()
     cell = Cell(Family.QWEN3_MOE, SECTIONS)
-    stages, groups, model = stages_of(cell, folder)
+    stages, groups, model = build_cell_stages(cell, folder)
     load_pretrained(stages, open_published_checkpoint(folder / "first", build_tensor_table(model.shape)), groups)
     spec = cell.spec()
 
@@ -103,7 +103,7 @@ def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviatio
                 report=lambda _, results: rates.extend(result.learning_rate for result in results),
             )
         )
-        return rates, deviation(engine, folder / "last", lambda piece: piece.master.read())
+        return rates, measure_deviation(engine, folder / "last", lambda piece: piece.master.read())
     finally:
         stop_groups()
 
@@ -118,7 +118,7 @@ def write_schedule_reference(folder: Path, begun: int) -> None:
             group["lr"] = rate
         for number in numbers:
             adam.zero_grad()
-            backward(model, documents(number))
+            run_backward(model, make_documents(number))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adam.step()
     model.save_pretrained(folder / "last")

@@ -15,10 +15,10 @@ from moejob_api.models.shape import Family
 from moejob_trainer.loop import LoopOutcome
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell
 from trainer.parity.references import Reference
-from trainer.parity.seams import STEPS, Learned, learned, said_by_transformers
+from trainer.parity.seams import STEPS, LearnedRun, said_by_transformers, train_run
 from trainer.worlds import Worlds
 
-LearnedIn = Callable[[Family, str], Sequence[Learned]]
+LearnedIn = Callable[[Family, str], Sequence[LearnedRun]]
 
 WITHIN = 1e-5
 SINGLE = "single"
@@ -37,9 +37,9 @@ CELLS = [
 @pytest.fixture(scope="module")
 def learned_in(worlds: Worlds, reference: Reference) -> LearnedIn:
     @cache
-    def run(family: Family, layout: str) -> Sequence[Learned]:
+    def run(family: Family, layout: str) -> Sequence[LearnedRun]:
         cell = Cell(family, _sections(layout))
-        return worlds.run(cell.ranks(), learned, cell, reference(family)[0])
+        return worlds.run(cell.ranks(), train_run, cell, reference(family)[0])
 
     return run
 
@@ -97,7 +97,7 @@ def _sections(layout: str) -> dict[str, Any]:
     return {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]}
 
 
-def _numbers(rank: Learned) -> list[list[float]]:
+def _numbers(rank: LearnedRun) -> list[list[float]]:
     updates = [update for of_step in rank.updates for update in of_step]
     return [[one.loss, one.gradient_norm, one.tokens, one.metrics["ratio"], one.metrics["entropy"]] for one in updates]
 

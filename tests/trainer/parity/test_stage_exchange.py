@@ -14,7 +14,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.pipeline import forward_backward
 from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import Cell, loss_of, micro_batches, started
+from trainer.parity.cells import Cell, make_loss, micro_batches, start_engine
 from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
@@ -44,7 +44,7 @@ def test_shapes_travel_only_where_their_order_is_not_known(
     worlds: Worlds, reference: Reference, parallelism: dict[str, Any], lengths: tuple[int, ...], asks: bool
 ) -> None:
     folder, _ = reference(Family.QWEN3)
-    for found in worlds.run(2, exchanged, _cell(parallelism, lengths), folder):
+    for found in worlds.run(2, record_exchange, _cell(parallelism, lengths), folder):
         assert (found.lengths > 1) == (lengths is UNEVEN)
         assert (found.shapes > 0) == asks
 
@@ -60,15 +60,15 @@ def _cell(parallelism: dict[str, Any], lengths: tuple[int, ...]) -> Cell:
     return Cell(Family.QWEN3, sections, lengths=lengths)
 
 
-def exchanged(cell: Cell, folder: Path) -> Exchanged:
+def record_exchange(cell: Cell, folder: Path) -> Exchanged:
     """One rank's part."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     try:
         batches = micro_batches(cell, engine, 0)
         whole = P2PCommunicator._communicate_shapes  # noqa: SLF001  # Megatron's name
         with patch.object(P2PCommunicator, "_communicate_shapes", autospec=True, side_effect=whole) as asked:
-            engine.update(batches, loss_of(cell, engine))
+            engine.update(batches, make_loss(cell, engine))
     finally:
         stop_groups()
     return Exchanged(asked.call_count, len({len(batch.tokens) for batch in batches}))
@@ -77,7 +77,7 @@ def exchanged(cell: Cell, folder: Path) -> Exchanged:
 def sent_in_another_shape(cell: Cell, folder: Path) -> str:
     """Return what the first stage says. The last one would wait for it."""
     use_cpu()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
 
     def longer(*arguments: Any, shapes: list[tuple[int, int, int]], **options: Any) -> None:
         forward_backward(*arguments, shapes=[(rows + 1, one, hidden) for rows, one, hidden in shapes], **options)
@@ -85,7 +85,7 @@ def sent_in_another_shape(cell: Cell, folder: Path) -> str:
     try:
         if engine.groups.pipeline.rank == 0:
             with patch(USED, longer), pytest.raises(RuntimeError) as refused:
-                engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+                engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
             return str(refused.value)
     finally:
         stop_groups()

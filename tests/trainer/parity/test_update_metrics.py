@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from trainer.parity.balancing import LENGTHS, UNGROUPED, Watched
-from trainer.parity.cells import Cell, documents, first_update, reference_model
+from trainer.parity.balancing import LENGTHS, UNGROUPED, WatchedModel
+from trainer.parity.cells import Cell, first_update, make_documents, reference_model
 from trainer.worlds import Worlds
 
 Written = Callable[[Family], tuple[Path, Mapping[str, float]]]
@@ -49,9 +49,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def _by_hand(model: PreTrainedModel) -> Mapping[str, float]:
-    watched = Watched(model)
+    watched = WatchedModel(model)
     with torch.no_grad():
-        said = [watched.said(torch.from_numpy(document.tokens))[1] for document in documents(0, LENGTHS)]
+        said = [watched.run_document(torch.from_numpy(document.tokens))[1] for document in make_documents(0, LENGTHS)]
     layers = [[of_document[layer] for of_document in said] for layer in range(len(watched.routers))]
     counts = [np.bincount(torch.cat([one.chosen for one in layer]).flatten().numpy(), minlength=8) for layer in layers]
     imbalances = [of_layer.max() / of_layer.mean() for of_layer in counts]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from builders import merged, spec
+from builders import merge_sections, spec
 from engines import SECRET, Engine
 from moejob_api.contract.pods import Environment, PodRole
 from moejob_api.job import Spec
@@ -19,7 +19,7 @@ from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from ports import free_port
 from trainer.rollouts.passage import SCORES, Passage
-from trainer.runs import TINY, Runs, Started
+from trainer.runs import TINY, Runs, StartedRanks
 
 STEPS = 4
 GRPO: dict[str, Any] = {
@@ -45,7 +45,7 @@ class Beside:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.engine = self._started(None).ready()
+        self.engine = self._started(None).await_ready()
         self.passage = Passage(self.engine.url)
         volume = folder / "volume"
         volume.mkdir()
@@ -60,7 +60,7 @@ class Beside:
         }
         return Engine(self._folder, self._folder / "engine.log", port, **job)
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         """The last lines of its log."""
         return "\n".join((self._folder / "engine.log").read_text().splitlines()[-100:])
 
@@ -69,22 +69,22 @@ class Beside:
         self.engine.kill()
         self.engine = self._started(self.engine.port)
 
-    def start(self, job: str, attempt: int = 1, **sections: Any) -> Started:
+    def start(self, job: str, attempt: int = 1, **sections: Any) -> StartedRanks:
         """Start a run whose answers are rewarded by the service of the passage."""
-        values = merged(merged(GRPO, self._rewards()), sections)
+        values = merge_sections(merge_sections(GRPO, self._rewards()), sections)
         return self.runs.start(job, attempt=attempt, environ=self._environ(), **values)
 
-    def finished(self, job: str, attempt: int = 1, **sections: Any) -> Started:
+    def run_to_end(self, job: str, attempt: int = 1, **sections: Any) -> StartedRanks:
         """Run to the good end."""
         run = self.start(job, attempt, **sections)
-        codes = run.codes()
-        assert not any(codes), f"{codes}:\n{run.said()}"
+        codes = run.await_exit_codes()
+        assert not any(codes), f"{codes}:\n{run.read_log()}"
         return run
 
-    def launched(self, job: str, **sections: Any) -> Launched:
+    def launch(self, job: str, **sections: Any) -> Launched:
         """Start such a run by a launcher, as a pod does."""
         volume = self.runs.volume
-        values = merged(merged(TINY, merged(GRPO, self._rewards())), sections)
+        values = merge_sections(merge_sections(TINY, merge_sections(GRPO, self._rewards())), sections)
         with (log := self._folder / f"{job}.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "moejob_trainer.launcher", "--last-word", self._folder / f"{job}.json"],
@@ -123,13 +123,13 @@ class Launched:
 
     def ranks(self) -> tuple[int, int]:
         """Return the processes of both ranks as they were started last."""
-        started = re.findall(r"ranks started ranks=\[0, 1\] pids=\[(\d+), (\d+)\]", self.said())
+        started = re.findall(r"ranks started ranks=\[0, 1\] pids=\[(\d+), (\d+)\]", self.read_log())
         return int(started[-1][0]), int(started[-1][1])
 
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.training import Document
-from trainer.parity.cells import Cell, blank
+from trainer.parity.cells import Cell, build_blank_engine
 
 
 def greedy(model: Path, checkpoint: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -27,7 +27,7 @@ def greedy(model: Path, checkpoint: Path, prompts: Sequence[Sequence[int]], coun
     use_cpu()
     cell = Cell(Family.QWEN3_MOE, {"data": {"maxLength": 128}})
     try:
-        engine = blank(cell, model, start_groups(cell.layout(), cell.spec().moe.dispatcher))
+        engine = build_blank_engine(cell, model, start_groups(cell.layout(), cell.spec().moe.dispatcher))
         with ThreadPoolExecutor(1) as background:
             files = StateFiles(engine, build_tensor_table(engine.model.shape).parameters, background)
             files.read(checkpoint, weights_only=True)

@@ -27,7 +27,7 @@ from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
 from trainer.rollouts.beside import STEPS, Beside, Launched, lay_out
 from trainer.rollouts.own_words import greedy
-from trainer.runs import LONGEST_SECONDS, Started, eventually
+from trainer.runs import LONGEST_SECONDS, StartedRanks, await_result
 from trainer.worlds import Worlds
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
 @pytest.fixture(scope="module")
 def undisturbed(beside: Beside) -> Path:
     """The folder of a run of one rank that nothing is done to."""
-    return beside.finished("undisturbed").folder
+    return beside.run_to_end("undisturbed").folder
 
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
@@ -69,7 +69,9 @@ def assert_like(folder: Path, expected: Path) -> None:
         assert ours[step]["mismatchMean"] < CLOSE
 
 
-def break_off(beside: Beside, run: Started | Launched, sender: Callable[[], int], kill: Callable[[], None]) -> None:
+def break_off(
+    beside: Beside, run: StartedRanks | Launched, sender: Callable[[], int], kill: Callable[[], None]
+) -> None:
     """Stop the rank that sends weights inside the broadcast of step 3, kill, and await the engine out of it."""
     passage = beside.passage
     stands_still, samples = threading.Event(), run.folder / "samples/step-2.jsonl"
@@ -79,19 +81,21 @@ def break_off(beside: Beside, run: Started | Launched, sender: Callable[[], int]
         if samples.exists() and not stands_still.is_set():
             os.kill(sender(), signal.SIGSTOP)
             # Its threads stop one by one, and any of them could still send.
-            eventually(lambda: is_stopped(sender()), "the sender at a standstill")
+            await_result(lambda: is_stopped(sender()), "the sender at a standstill")
             stands_still.set()
 
     refused = passage.refused["/update_weights"]
     passage.arrivals["/update_weights"] = hold
     try:
-        eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
-        assert run.is_running(), run.said()
-        eventually(lambda: unread(sender(), beside.engine), "the engine in the broadcast")
+        await_result(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
+        assert run.is_running(), run.read_log()
+        await_result(lambda: unread(sender(), beside.engine), "the engine in the broadcast")
         kill()
-        eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
+        await_result(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
     except AssertionError as late:
-        raise AssertionError(f"{late}; the run said:\n{run.said()}\nthe engine said:\n{beside.said()}") from late
+        raise AssertionError(
+            f"{late}; the run said:\n{run.read_log()}\nthe engine said:\n{beside.read_log()}"
+        ) from late
     finally:
         del passage.arrivals["/update_weights"]
 
@@ -102,7 +106,7 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
     run = beside.start("killed")
     (trainer,) = run.processes
     break_off(beside, run, lambda: trainer.pid or 0, run.kill)
-    again = beside.finished("killed", 2)
+    again = beside.run_to_end("killed", 2)
     assert {line["attempt"] for step, line in lines(again.folder).items() if step > 2} == {2}
     assert_like(again.folder, undisturbed)
     # The weights of the last step are those of the three updates before it.
@@ -113,9 +117,9 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
 def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_the_same(
     beside: Beside, undisturbed: Path
 ) -> None:
-    run = beside.launched("halved", parallelism={"tensor": 2}, resources={"gpusPerNode": 2})
+    run = beside.launch("halved", parallelism={"tensor": 2}, resources={"gpusPerNode": 2})
     break_off(beside, run, lambda: run.ranks()[0], lambda: os.kill(run.ranks()[1], signal.SIGKILL))
-    assert run.process.wait(LONGEST_SECONDS) == 0, run.said()
+    assert run.process.wait(LONGEST_SECONDS) == 0, run.read_log()
     told = lines(run.folder)
     assert {line["attempt"] for line in told.values()} == {1}
     # Step 2 is done again where its checkpoint was not complete.
@@ -148,14 +152,14 @@ def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wa
     passage.arrivals |= {HttpPath.ANSWER: freeze, "/weight_info": look}
     run = beside.start("frozen")
     try:
-        eventually(lambda: given_up.is_set() or not run.is_running(), "the end of the trainer's patience")
-        assert run.is_running(), run.said()
+        await_result(lambda: given_up.is_set() or not run.is_running(), "the end of the trainer's patience")
+        assert run.is_running(), run.read_log()
     finally:
         os.killpg(beside.engine.pid, signal.SIGCONT)
         passage.arrivals.clear()
-    assert run.codes() == [0], run.said()
-    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.said()
-    assert f"engine {passage.url} serves again" in run.said()
+    assert run.await_exit_codes() == [0], run.read_log()
+    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.read_log()
+    assert f"engine {passage.url} serves again" in run.read_log()
     assert_like(run.folder, undisturbed)
 
 
@@ -174,10 +178,10 @@ def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_agai
 
     passage.arrivals[HttpPath.ANSWER] = kill
     try:
-        run = beside.finished("bereft", parallelism={"tensor": 2})
+        run = beside.run_to_end("bereft", parallelism={"tensor": 2})
     finally:
         del passage.arrivals[HttpPath.ANSWER]
-    assert run.said().count("no engine has the weights of step 1 any more; they are given to them again") == 1
+    assert run.read_log().count("no engine has the weights of step 1 any more; they are given to them again") == 1
     assert [line["step"] for line in map(json.loads, (run.folder / "steps.jsonl").read_text().splitlines())] == [
         *range(1, STEPS + 1)
     ]
@@ -209,13 +213,13 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
     beside: Beside, undisturbed: Path
 ) -> None:
     run = beside.start("moved", parallelism={"tensor": 2})
-    eventually(lambda: (run.folder / "samples/step-2.jsonl").exists() or not run.is_running(), "step 2")
+    await_result(lambda: (run.folder / "samples/step-2.jsonl").exists() or not run.is_running(), "step 2")
     run.signal(signal.SIGTERM)
     for process in run.processes:
         process.join(LONGEST_SECONDS)
-    assert [process.exitcode for process in run.processes] == [ExitCode.SAVED_AND_STOPPED] * 2, run.said()
+    assert [process.exitcode for process in run.processes] == [ExitCode.SAVED_AND_STOPPED] * 2, run.read_log()
     assert max(lines(run.folder)) in (2, 3)
-    again = beside.finished("moved", 2, parallelism={"expert": 2})
+    again = beside.run_to_end("moved", 2, parallelism={"expert": 2})
     told = lines(again.folder)
     assert {line["attempt"] for line in told.values()} == {1, 2}
     assert [*told] == [*range(1, STEPS + 1)]
@@ -225,7 +229,7 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
 def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last_and_exported(
     beside: Beside, tmp_path: Path
 ) -> None:
-    run = beside.finished(
+    run = beside.run_to_end(
         "best",
         data={"eval": [{"source": "moejob/tiny-sums", "format": "Prompts", "split": "test"}]},
         training={"evalEvery": 1},
@@ -262,8 +266,8 @@ def test_weights_pass_from_sft_through_grpo_in_another_layout_to_vllm(
 ) -> None:
     exporting = {"everySteps": 1000, "exportHuggingFace": True}
     teaching: dict[str, Any] = {"training": {"maxSteps": 40, "globalBatchSize": 8}, "data": {"maxLength": 256}}
-    taught = beside.runs.finished("taught", **teaching, checkpoint=exporting, parallelism={"tensor": 2})
-    run = beside.finished("handed-on", checkpoint=exporting | {"resumeFrom": "taught"}, parallelism={"expert": 2})
+    taught = beside.runs.run_to_end("taught", **teaching, checkpoint=exporting, parallelism={"tensor": 2})
+    run = beside.run_to_end("handed-on", checkpoint=exporting | {"resumeFrom": "taught"}, parallelism={"expert": 2})
     before, after = (_tensors(one.folder / "export") for one in (taught, run))
     # GRPO freezes the router.
     routers = [name for name in before if name.endswith("mlp.gate.weight")]

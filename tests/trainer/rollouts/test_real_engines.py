@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from builders import merged
+from builders import merge_sections
 from engines import SECRET, Engine
 from moejob_api.contract.pods import Environment, HttpPath
 from moejob_api.models import catalog
@@ -32,7 +32,7 @@ from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.rollouts.stand_in import StandIn
-from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
+from trainer.runs import LONGEST_SECONDS, Runs, StartedRanks, await_result, read_steps
 
 # An engine that is silent for so long hangs: its server answers at once, whatever its workers do.
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
@@ -44,7 +44,7 @@ SAMPLING = SamplingParams(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_to
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     folder = tmp_path_factory.mktemp("run")
-    model().config.save_pretrained(folder / "engine-model")
+    make_model().config.save_pretrained(folder / "engine-model")
     job: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "data": {"maxLength": 64},
@@ -56,7 +56,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, 
         one.kill()
 
 
-def model(seed: int = 0) -> PreTrainedModel:
+def make_model(seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     values = dict(catalog.find_config(tiny.TOKENIZER) or {})
     values.pop("model_type")
@@ -108,10 +108,10 @@ class Beside:
     """Runs beside one engine or both; a way between them on which tests decide what happens."""
 
     def __init__(self, engines: tuple[Engine, Engine], volume: Path) -> None:
-        self.passages = tuple(Passage(engine.ready().url) for engine in engines)
+        self.passages = tuple(Passage(engine.await_ready().url) for engine in engines)
         self.runs = Runs(volume)
 
-    def start(self, job: str, attempt: int = 1, *, engines: int = 1, **more: Any) -> Started:
+    def start(self, job: str, attempt: int = 1, *, engines: int = 1, **more: Any) -> StartedRanks:
         """Start a run whose answers are rewarded by the service of the first passage."""
         reward = {"url": self.passages[0].url + SCORES, "timeoutSeconds": 2}
         environ: dict[str, str] = {
@@ -119,7 +119,7 @@ class Beside:
             Environment.SECRET: SECRET,
             Environment.HOST: "127.0.0.1",
         }
-        sections = merged(GRPO, {"grpo": {"rewards": [reward]}})
+        sections = merge_sections(GRPO, {"grpo": {"rewards": [reward]}})
         return self.runs.start(job, attempt=attempt, environ=environ, **(sections | more))
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ def beside(engines: tuple[Engine, Engine], tmp_path_factory: pytest.TempPathFact
 def undisturbed(beside: Beside) -> Path:
     """The folder of a run that nothing is done to."""
     run = beside.start("undisturbed")
-    assert run.codes() == [0], run.said()
+    assert run.await_exit_codes() == [0], run.read_log()
     return run.folder
 
 
@@ -148,8 +148,8 @@ def test_a_trainer_that_is_killed_repeats_and_loses_no_group(beside: Beside, und
     (passage, _), samples = beside.passages, beside.runs.volume / "killed/samples"
     is_asked_again = threading.Event()
     full = beside.start("killed", before="small files")
-    assert any(full.codes())
-    assert re.search(r"bytes free and weights of [0-9,]+ bytes do not fit", full.last_line()), full.said()
+    assert any(full.await_exit_codes())
+    assert re.search(r"bytes free and weights of [0-9,]+ bytes do not fit", full.last_line()), full.read_log()
     # Between generation and update of step 3, then in the synchronization before step 4.
     _killed_at(passage, SCORES, samples / "step-2.jsonl", lambda: beside.start("killed", 2))
     _killed_at(passage, "/update_weights", samples / "step-3.jsonl", lambda: beside.start("killed", 3))
@@ -163,9 +163,9 @@ def test_a_trainer_that_is_killed_repeats_and_loses_no_group(beside: Beside, und
 
     passage.disturb(SCORES, down_then_silent)
     again = beside.start("killed", 4)
-    assert again.codes() == [0], again.said()
+    assert again.await_exit_codes() == [0], again.read_log()
     passage.disturb(SCORES, lambda _: None)
-    assert {step.step for step in steps(again.folder) if step.attempt == 4} <= {2, 3, 4}
+    assert {step.step for step in read_steps(again.folder) if step.attempt == 4} <= {2, 3, 4}
     assert is_asked_again.is_set()
     assert _learned(again.folder) == _learned(undisturbed)
 
@@ -188,18 +188,18 @@ def test_a_run_learns_the_same_when_one_of_its_engines_hangs_until_its_end(
     passage.arrivals[HttpPath.ANSWER] = hang
     try:
         run = beside.start("hung", engines=2)
-        assert run.codes() == [0], run.said()
+        assert run.await_exit_codes() == [0], run.read_log()
     finally:
         os.killpg(engines[0].pid, signal.SIGCONT)
         del passage.arrivals[HttpPath.ANSWER]
-    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.said()
+    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.read_log()
     for step in (2, 3):
-        assert f"the weights of step {step} have reached 1 of 2 engines" in run.said()
-    assert len(steps(run.folder)) == STEPS
+        assert f"the weights of step {step} have reached 1 of 2 engines" in run.read_log()
+    assert len(read_steps(run.folder)) == STEPS
     assert _learned(run.folder) == _learned(undisturbed)
 
 
-def _killed_at(passage: Passage, path: str, after: Path, start: Callable[[], Started]) -> None:
+def _killed_at(passage: Passage, path: str, after: Path, start: Callable[[], StartedRanks]) -> None:
     """Kill a run once a file is there and the engine or the service has answered, before the trainer knows it."""
     reached, is_dead = threading.Event(), threading.Event()
 
@@ -210,8 +210,8 @@ def _killed_at(passage: Passage, path: str, after: Path, start: Callable[[], Sta
 
     passage.disturb(path, held)
     run = start()
-    eventually(lambda: reached.is_set() or not run.is_running(), f"{path} after {after.name}")
-    assert run.is_running(), run.said()
+    await_result(lambda: reached.is_set() or not run.is_running(), f"{path} after {after.name}")
+    assert run.is_running(), run.read_log()
     run.kill()
     is_dead.set()
     passage.disturb(path, lambda _: None)
@@ -246,7 +246,7 @@ class Asked:
             return await asyncio.gather(*(generator.generate(request, SAMPLING) for request in requests))
 
         def disturbed() -> None:
-            eventually(lambda: self.fleet.engines[0].in_flight >= 8, "work for the first engine")
+            await_result(lambda: self.fleet.engines[0].in_flight >= 8, "work for the first engine")
             disturb()
 
         disturbing = threading.Thread(target=disturbed)
@@ -267,7 +267,7 @@ class Asked:
 @pytest.fixture
 def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
     fleet = EngineFleet([engine.url for engine in engines], EngineConnection(SECRET), LIMITS)
-    trained = model(5)
+    trained = make_model(5)
     trial = ProbeTerms(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
     publisher = Publisher(
         fleet=fleet,
@@ -292,7 +292,7 @@ def test_what_an_engine_that_hangs_was_asked_is_answered_by_the_other(
     finally:
         os.killpg(engines[0].pid, signal.SIGCONT)
     # It has the published weights: it serves as soon as it says so.
-    eventually(lambda: len(asked.fleet.serving_engines) == 2, "its return")
+    await_result(lambda: len(asked.fleet.serving_engines) == 2, "its return")
 
 
 def test_all_answers_arrive_when_an_engine_is_killed_while_it_generates(
@@ -307,7 +307,7 @@ def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
 ) -> None:
     # Both load at once, and neither is asked to finish before both have loaded.
     other = StandIn(updated=lambda _: os.killpg(engines[1].pid, signal.SIGKILL))
-    fleet = EngineFleet([engines[1].ready().url, other.url], EngineConnection(SECRET), LIMITS)
+    fleet = EngineFleet([engines[1].await_ready().url, other.url], EngineConnection(SECRET), LIMITS)
     trial = ProbeTerms(PROBE, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), lambda: 1e-3)
     publisher = Publisher(
         fleet=fleet,
@@ -316,7 +316,7 @@ def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
         probe_terms=trial,
     )
     try:
-        publisher.publish(1, iter(weights(model(6), tmp_path / "first").items()))
+        publisher.publish(1, iter(weights(make_model(6), tmp_path / "first").items()))
         assert [engine.url for engine in fleet.serving_engines] == [other.url]
     finally:
         publisher.close()

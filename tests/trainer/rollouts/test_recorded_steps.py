@@ -61,7 +61,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the engine's shape, half of whose answers end."""
     folder = tmp_path_factory.mktemp("published")
     torch.manual_seed(1)
@@ -80,13 +80,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recompute(
-    beside: Beside, published: Path, name: str, **sections: Any
+    beside: Beside, published_folder: Path, name: str, **sections: Any
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Run one step, and compute it again; the distances, and the record."""
-    rewards = [{"module": "letters:judge_letters", "modulePath": str(published)}]
-    run = beside.finished(
+    rewards = [{"module": "letters:judge_letters", "modulePath": str(published_folder)}]
+    run = beside.run_to_end(
         name,
-        model={"source": str(published)},
+        model={"source": str(published_folder)},
         parallelism=sections.get("parallelism", {}),
         training={"maxSteps": 1, "globalBatchSize": 8, "optimizer": {"learningRate": 1e-4}},
         grpo=GRPO | {"rewards": rewards} | sections.get("grpo", {}),
@@ -143,8 +143,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", [name if name == "EP2" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
 )
-def test_a_step_is_computed_again_from_outside(beside: Beside, published: Path, name: str) -> None:
-    distances, record = recompute(beside, published, f"recorded-{[*CASES].index(name)}", **CASES[name])
+def test_a_step_is_computed_again_from_outside(beside: Beside, published_folder: Path, name: str) -> None:
+    distances, record = recompute(beside, published_folder, f"recorded-{[*CASES].index(name)}", **CASES[name])
     # Groups of all kinds, answers without an end, and several updates: else nothing is said of these.
     assert {*record["group.outcome"].tolist()} == {0, 1, 2}
     assert {*record["answer.truncated"].tolist()} == {0, 1}
@@ -166,11 +166,11 @@ MISTAKES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("distance", MISTAKES)
 def test_a_record_that_says_something_else_is_far_from_what_is_computed(
-    beside: Beside, published: Path, distance: str
+    beside: Beside, published_folder: Path, distance: str
 ) -> None:
     run = beside.runs.volume / "mistaken"
     if not run.exists():
-        recompute(beside, published, "mistaken")
+        recompute(beside, published_folder, "mistaken")
     file = run / "tokens/step-1.safetensors"
     with safe_open(file, "pt") as record:
         facts, arrays = record.metadata(), load_file(file)

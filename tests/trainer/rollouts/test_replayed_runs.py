@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from builders import merged
+from builders import merge_sections
 from engines import SECRET, Engine
 from moejob_api.contract.pods import Environment
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from trainer.rows import rows
+from trainer.rows import make_rows
 from trainer.runs import Runs
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         "grpo": {"maxNewTokens": 64, "rollout": ROLLOUT, "routingReplay": True},
     }
     made = Engine(folder, folder / "engine.log", **job)
-    yield made.ready()
+    yield made.await_ready()
     made.kill()
 
 
@@ -62,9 +62,9 @@ def _learned(engine: Engine, volume: Path, name: str, **sections: Any) -> list[d
         Environment.HOST: "127.0.0.1",
     }
     try:
-        run = runs.start(name, environ=environ, **merged(GRPO, sections))
-        codes = run.codes()
-        assert not any(codes), f"{codes}:\n{run.said()}"
+        run = runs.start(name, environ=environ, **merge_sections(GRPO, sections))
+        codes = run.await_exit_codes()
+        assert not any(codes), f"{codes}:\n{run.read_log()}"
     finally:
         runs.close()
     return [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
@@ -75,7 +75,7 @@ def without(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return _learned(engine, tmp_path_factory.mktemp("volume"), "without")
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, ["one rank"]))
+@pytest.mark.parametrize("layout", make_rows(LAYOUTS, ["one rank"]))
 def test_a_run_on_the_experts_of_its_engine_is_nearer_to_what_the_engine_says(
     engine: Engine, without: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fuzzing import damaged, drawn
+from fuzzing import damage_sample, random_sources
 from moejob_api.contract.answers import EngineAnswer, WeightSpan
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, RoutedLayers, SamplingParams
 from moejob_trainer.rollouts.routed_experts import BadRouting, decode_routed_experts
@@ -94,9 +94,9 @@ def test_a_header_that_claims_a_terabyte_takes_no_memory() -> None:
 
 def test_damaged_routing_is_read_within_its_bounds_or_refused() -> None:
     whole = [encoded(experts()).encode(), encoded(experts(kind=np.uint16)).encode()]
-    for draw in drawn():
+    for draw in random_sources():
         try:
-            found = decode_routed_experts(damaged(draw, whole).decode("latin-1"), TOKENS, LAYERS)
+            found = decode_routed_experts(damage_sample(draw, whole).decode("latin-1"), TOKENS, LAYERS)
         except BadRouting:
             continue
         assert found.shape == (TOKENS, 3, 2)

@@ -70,7 +70,7 @@ def started_engine(model: Path, folder: Path) -> Iterator[Engine]:
     }
     engine = Engine(folder, folder / "engine.log", **job)
     try:
-        yield engine.ready()
+        yield engine.await_ready()
     finally:
         engine.kill()
 

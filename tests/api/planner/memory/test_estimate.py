@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import dense_model, latent_model, merged, moe_model, spec
+from builders import dense_model, latent_model, merge_sections, moe_model, spec
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout
@@ -108,7 +108,7 @@ def test_divided_weights_are_of_the_type_of_their_gradients_and_whole_layers_are
 )
 def test_fp8_takes_a_byte_for_each_rounding_of_a_weight(changes: dict[str, Any], expected: int) -> None:
     plain = spec(**changes)
-    rounded = spec(**merged(changes, {"training": {"precision": {"compute": "FP8"}}}))
+    rounded = spec(**merge_sections(changes, {"training": {"precision": {"compute": "FP8"}}}))
     assert part(needs(rounded, TINY), MemoryUse.ROUNDED) == expected
     assert part(needs(plain, TINY), MemoryUse.ROUNDED) == 0
     assert needs(rounded, TINY).bytes == needs(plain, TINY).bytes + expected
@@ -389,10 +389,10 @@ def test_recorded_tokens_take_room_on_the_volume(
     sections: dict[str, Any], steps: int, groups: int, answers: int
 ) -> None:
     grpo = {"groupSize": 4, "promptsPerStep": 8, "maxNewTokens": 100}
-    base = merged({"training": {"globalBatchSize": None}, "data": {"maxLength": 300}, "grpo": grpo}, sections)
+    base = merge_sections({"training": {"globalBatchSize": None}, "data": {"maxLength": 300}, "grpo": grpo}, sections)
     shape = moe_model(layers=2)
     without, recorded = (
-        volume_need(shape, spec(method="GRPO", **merged(base, {"grpo": {"recordTokens": is_recorded}})))
+        volume_need(shape, spec(method="GRPO", **merge_sections(base, {"grpo": {"recordTokens": is_recorded}})))
         for is_recorded in (False, True)
     )
     assert without.tokens == 0

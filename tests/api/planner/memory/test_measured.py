@@ -53,7 +53,7 @@ def test_the_peak_of_the_optimizer_step_is_within_half_a_percent(run: dict[str, 
     ids=lambda run: run["case"],
 )
 def test_what_a_layer_keeps_is_within_one_percent(run: dict[str, Any]) -> None:
-    shape, job = model(run), training(run)
+    shape, job = read_model_shape(run), training(run)
     case = prepare_case(job, shape, derive_layout(job.parallelism, 8))
     assert kept_by_layer(shape.layers[0], case.share, case.activation_settings).total == pytest.approx(
         run["layerBytes"], rel=0.01
@@ -73,7 +73,7 @@ def tensors(run: dict[str, Any], phase: MemoryPhase) -> int:
 
 def answer(run: dict[str, Any]) -> MemoryEstimate:
     job = training(run)
-    return estimate_memory(job, model(run), derive_layout(job.parallelism, 8))
+    return estimate_memory(job, read_model_shape(run), derive_layout(job.parallelism, 8))
 
 
 def training(run: dict[str, Any]) -> Spec:
@@ -90,5 +90,5 @@ def training(run: dict[str, Any]) -> Spec:
     )
 
 
-def model(run: dict[str, Any]) -> ModelShape:
+def read_model_shape(run: dict[str, Any]) -> ModelShape:
     return shape_of({**(catalog.find_config(run["model"]) or {}), **run["config"]})

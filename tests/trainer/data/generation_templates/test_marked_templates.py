@@ -17,13 +17,13 @@ from moejob_trainer.data.chat_template import ChatTemplate
 from moejob_trainer.data.conversations import read_conversation
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
-from trainer.training_data import assistant, chat, user
+from trainer.training_data import assistant, make_chat, user
 
 QWEN, DEEPSEEK, GLM, GPT_OSS = FAMILIES = ("qwen3", "deepseekv3", "glm4moe", "gptoss")
 PLACE = "chats.jsonl, line 3"
 
 
-def published(name: str) -> str:
+def read_published_template(name: str) -> str:
     return (Path(__file__).parents[1] / "templates" / f"{name}.jinja").read_text()
 
 
@@ -34,7 +34,7 @@ def tokenizer(template: str) -> PreTrainedTokenizerBase:
     return found
 
 
-TOKENIZERS = {name: tokenizer(published(name)) for name in FAMILIES}
+TOKENIZERS = {name: tokenizer(read_published_template(name)) for name in FAMILIES}
 
 
 def system(text: str) -> dict[str, Any]:
@@ -63,14 +63,14 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-TURNS = chat("hi", "hello", "bye", "see\nyou")["messages"]
+TURNS = make_chat("hi", "hello", "bye", "see\nyou")["messages"]
 USED = [user("sunny?"), call("Łódź"), result('{"sun": "yes"}'), assistant("it is 🌞")]
 # DeepSeek's says nothing of tools that are offered, and refuses a thought that it would drop.
 PLAIN = {
-    "one turn": chat("hi", "hello"),
+    "one turn": make_chat("hi", "hello"),
     "turns": {"messages": TURNS},
     "system": {"messages": [system("be brief"), *TURNS]},
-    "parting blanks": chat("hi", "hello\n", " bye ", "see you"),
+    "parting blanks": make_chat("hi", "hello\n", " bye ", "see you"),
     "a tool was called": {"messages": [system("help"), *USED, user("and now?"), assistant("rain")]},
     "thoughts of an earlier turn": {
         "messages": [user("hi"), assistant("<think>\nhm\n</think>\n\nhello"), user("a"), assistant("b")]
@@ -95,7 +95,7 @@ TWICE = {
         ],
         "tools": [TOOL],
     },
-    "a thought in the text": chat("hi", "<think>\nhm\n</think>\n\nhello"),
+    "a thought in the text": make_chat("hi", "<think>\nhm\n</think>\n\nhello"),
     "a thought before a call": {
         "messages": [user("sunny?"), call("Oslo", reasoning_content="I look"), result("no"), assistant("no")],
         "tools": [TOOL],
@@ -182,7 +182,7 @@ turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 def test_whatever_is_said_is_written_as_published_and_marked(
     name: str, spoken: list[tuple[str, str]], instructed: bool
 ) -> None:
-    said = chat(*(text for turn in spoken for text in turn))["messages"]
+    said = make_chat(*(text for turn in spoken for text in turn))["messages"]
     fields = {"messages": [system("be brief"), *said] if instructed else said}
     rendered = ours(name).render_conversation(read_conversation(Record(fields, PLACE)))
     assert rendered.text == as_published(name, fields) + closing(name, fields)
@@ -293,7 +293,7 @@ def test_what_a_template_would_leave_out_is_refused(name: str, messages: list[di
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_that_differs_from_the_one_we_know_is_not_guessed_at(name: str) -> None:
-    changed = published(name) + "{# ours #}"
+    changed = read_published_template(name) + "{# ours #}"
     with pytest.raises(BadData, match=r"this template \(SHA-256 [0-9a-f]{12}\.\.\.\) is none of those published with"):
         ChatTemplate(tokenizer(changed), None).render_conversation(
             read_conversation(Record({"messages": TURNS}, PLACE))
@@ -302,7 +302,7 @@ def test_a_template_that_differs_from_the_one_we_know_is_not_guessed_at(name: st
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_line_breaks_of_another_kind_and_at_the_end_make_no_other_template(name: str) -> None:
-    stored = published(name).removesuffix("\n").replace("\n", "\r\n") + "\n"
+    stored = read_published_template(name).removesuffix("\n").replace("\n", "\r\n") + "\n"
     rendered = ChatTemplate(tokenizer(stored), None).render_conversation(
         read_conversation(Record({"messages": TURNS}, PLACE))
     )

@@ -12,7 +12,7 @@ import torch
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import stand_in, use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import Cell, loss_of, micro_batches, reference_model, started
+from trainer.parity.cells import Cell, make_loss, micro_batches, reference_model, start_engine
 from trainer.worlds import Worlds
 
 FUNCTIONS = ("cuda.current_device", "cuda.synchronize", "zeros")
@@ -33,8 +33,8 @@ def updated_without(part: str, cell: Cell, folder: Path) -> str:
     use_cpu()
     _leave_out(part)
     try:
-        engine = started(cell, folder)
-        engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        engine = start_engine(cell, folder)
+        engine.update(micro_batches(cell, engine, 0), make_loss(cell, engine))
     except (AssertionError, RuntimeError) as error:
         return str(error)
     finally:

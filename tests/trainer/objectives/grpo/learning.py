@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from builders import merged
+from builders import merge_sections
 from moejob_api.documents import read_file
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout as layout_of
@@ -157,12 +157,12 @@ def taught(seed: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def job(folder: Path, seed: int, sign: float) -> Spec:
+def make_job_spec(folder: Path, seed: int, sign: float) -> Spec:
     """Return the job of examples/tiny-grpo.yaml for another model, its reward multiplied by `sign`."""
     example = read_file(str(EXAMPLE)).spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     return Spec.model_validate_json(
         json.dumps(
-            merged(
+            merge_sections(
                 example,
                 {
                     "model": {"source": str(folder)},
@@ -178,7 +178,7 @@ def job(folder: Path, seed: int, sign: float) -> Spec:
 def learned(start: Path, seed: int, sign: float, folder: Path) -> list[float]:
     """Return the share of right answers at each step of the example, from the model in `start`."""
     use_cpu()
-    asked = job(start, seed, sign)
+    asked = make_job_spec(start, seed, sign)
     groups = start_groups(layout_of(asked.parallelism, 8), asked.moe.dispatcher)
     try:
         return _learned(asked, folder, TrainingPlacement(groups, torch.device("cpu")))

@@ -26,9 +26,9 @@ from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group
 from moejob_trainer.rollouts.transports.buckets import BucketRanks
-from rollout.references import lay_out, model
-from trainer.parity.cells import Cell, loss_of, micro_batches, started
-from trainer.rows import rows
+from rollout.references import lay_out, make_model
+from trainer.parity.cells import Cell, make_loss, micro_batches, start_engine
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=300, look_seconds=0.2)
@@ -74,7 +74,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Famil
             name = FAMILIES[family]
             found[family] = _served(name, tmp_path_factory.mktemp(name))
             # Ranks have less patience with one another than an engine takes to start on a busy machine.
-            found[family].engine.ready()
+            found[family].engine.await_ready()
         return found[family]
 
     yield of
@@ -84,7 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Famil
 
 def _served(name: str, folder: Path) -> Served:
     lay_out(name, folder / "engine-model")
-    model(name, 7).save_pretrained(folder / "first")
+    make_model(name, 7).save_pretrained(folder / "first")
     job: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "data": {"maxLength": 64},
@@ -95,7 +95,7 @@ def _served(name: str, folder: Path) -> Served:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    rows(
+    make_rows(
         [
             *((Family.QWEN3_MOE, name) for name in LAYOUTS),
             *((Family.MIXTRAL, name) for name in ("TP2", "EP2", "FSDP over DP2")),
@@ -123,7 +123,7 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     """Publish, learn, and publish again; one rank's part."""
     use_cpu()
     control, spec = dist.new_group(backend="gloo"), cell.spec()
-    engine = started(cell, folder)
+    engine = start_engine(cell, folder)
     probe = TrainerProbe(engine, batch_plan(spec, derive_layout(spec.parallelism, 8), pad_token=0))
     text = np.arange(spec.data.max_length, dtype=np.int32) * 7919 % engine.model.shape.vocabulary
 
@@ -136,7 +136,7 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
             publisher.publish(1, engine.export_weights(publisher.stacked_elements)),
             probe(publisher.probe_terms.tokens),
         )
-        loss = loss_of(cell, engine)
+        loss = make_loss(cell, engine)
         for step in range(UPDATES):
             engine.update(micro_batches(cell, engine, step), loss)
         second = (
@@ -159,4 +159,4 @@ def _publisher(control: dist.ProcessGroup, url: str, trial: ProbeTerms) -> Publi
 
 
 def _size_bytes(name: str) -> int:
-    return sum(parameter.nbytes for parameter in model(name, 7).parameters())
+    return sum(parameter.nbytes for parameter in make_model(name, 7).parameters())
