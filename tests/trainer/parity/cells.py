@@ -375,12 +375,12 @@ def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int) -> list
 
 
 class _OneLater(MicroBatch):
-    def ahead(self, values: Tensor, by: int) -> Tensor:
+    def shift_ahead(self, values: Tensor, by: int) -> Tensor:
         return MicroBatch.shift_ahead(self, values, by + 1)
 
 
 class _RunTogether(MicroBatch):
-    def ahead(self, values: Tensor, by: int) -> Tensor:
+    def shift_ahead(self, values: Tensor, by: int) -> Tensor:
         return values.roll(-by)
 
 
