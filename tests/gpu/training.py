@@ -74,7 +74,7 @@ def distances_from_ties() -> Iterator[list[float]]:
         distances.append((largest[:, -2] - largest[:, -1]).min().item())
         return plain(logits, of, **more)
 
-    with patch.object(routing, "plain_routed", watched):
+    with patch.object(routing, "plain_route_tokens", watched):
         yield distances
 
 

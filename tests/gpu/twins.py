@@ -157,7 +157,7 @@ class _SumOf(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.index_select(0, context.chosen.tokens), None, None
+        return gradient.index_select(0, context.chosen.row_tokens), None, None
 
 
 def peer_rows(place: Place, kernels: Any, tokens: int, choices: int, width: int, dropped: bool) -> Twins:
@@ -251,7 +251,7 @@ def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) ->
     def kernel(main: Tensor, gradient: Tensor) -> Tensor:
         first, second = moments[0].clone(), moments[1].clone()
         master = _master(main, place)
-        kernels.update(master.weight, gradient.to(place.dtype), master.storage, first, second, numbers)
+        kernels.update_weights(master.weight, gradient.to(place.dtype), master.storage, first, second, numbers)
         assert isinstance(master, CopiedNumbers) or torch.equal(master.weight, split_float32(master.read())[0])
         return torch.stack([master.read(), first.float(), second.float(), master.weight.float()])
 

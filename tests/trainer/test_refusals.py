@@ -29,7 +29,15 @@ from moejob_trainer.conversion.adapters import build_adapter_table
 from moejob_trainer.conversion.families import ROWS
 
 SOURCES = Path(moejob_trainer.__file__).parent
-REFUSALS = {"BadConfiguration", "BadData", "InvalidSpec", "NotImplementedError", "ValueError", "refused", "unusable"}
+REFUSALS = {
+    "BadConfiguration",
+    "BadData",
+    "InvalidSpec",
+    "NotImplementedError",
+    "ValueError",
+    "model_error",
+    "unusable_checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -56,19 +64,19 @@ PROMPTS = {"train": [{"source": "/a.jsonl", "format": "Prompts"}]}
 NEXT = Job("gated delta rule", family=Family.QWEN3_NEXT)
 # Decided by the job and its config.json. The place: file, and the function that refuses.
 OF_THE_JOB: Mapping[str, tuple[Job, ...]] = {
-    "conversion/adapters.py:_pieces": (
+    "conversion/adapters.py:_adapter_pieces": (
         Job(
             "keeps all experts in one tensor",
             {"training": {"lora": {"targets": ["ExpertGateUp", "ExpertDown"]}}},
             Family.GPT_OSS,
         ),
     ),
-    "conversion/families.py:table": (NEXT,),
-    "data/encoding.py:encoder": (Job("SFT needs answers", {"data": PROMPTS}),),
+    "conversion/families.py:build_tensor_table": (NEXT,),
+    "data/encoding.py:build_encoder": (Job("SFT needs answers", {"data": PROMPTS}),),
     "data/packing.py:_slot_length": (
         Job("cannot hold one sequence", {"training": {"dynamicBatchTokens": 64}, "data": {"maxLength": 128}}),
     ),
-    "data/prompts.py:refuse_unasked": (
+    "data/prompts.py:refuse_unusable_prompts": (
         Job("GRPO generates the answers", GRPO | {"data": {"train": [{"source": "/a", "format": "Chat"}]}}),
         Job(
             "leaves no token of data.maxLength 64",
@@ -82,10 +90,10 @@ OF_THE_JOB: Mapping[str, tuple[Job, ...]] = {
             },
         ),
     ),
-    "data/shapes.py:_asked": (
+    "data/shapes.py:_question_record": (
         Job("cannot become format Text", {"data": {"train": [{"source": "/a", "format": "Text", "shape": "Alpaca"}]}}),
     ),
-    "data/tokenizers.py:_place": (
+    "data/tokenizers.py:_source_path": (
         Job("pvc://models/../other does not name a path", {"model": {"source": "pvc://models/../other"}}),
         Job("pvc:///a does not name a path", {"data": {"eval": [{"source": "pvc:///a", "format": "Chat"}]}}),
         Job("pvc://.. does not name a path", {"checkpoint": {"resumeFrom": "pvc://.."}}),
@@ -94,29 +102,29 @@ OF_THE_JOB: Mapping[str, tuple[Job, ...]] = {
         Job("n_group", family=Family.DEEPSEEK_V3, config={"n_group": 3}),
         Job("num_experts_per_tok", config={"num_experts_per_tok": 99}),
     ),
-    "megatron/training_engine.py:MegatronEngine._move_selection_bias": (
+    "megatron/training_engine.py:MegatronTrainingEngine._move_selection_bias": (
         Job("ExpertBias", {"moe": {"balancing": "ExpertBias"}}, Family.MIXTRAL),
     ),
-    "megatron/stages.py:places": (
+    "megatron/stages.py:stage_places": (
         Job("layers do not divide over 2", {"parallelism": {"pipeline": 2}}, config={"num_hidden_layers": 3}),
     ),
-    "model/architecture.py:_routing": (NEXT,),
-    "model/architecture.py:_scaling": (
+    "model/architecture.py:_make_routing": (NEXT,),
+    "model/architecture.py:_make_scaling": (
         Job("rope", config={"rope_parameters": {"rope_type": "unheard", "rope_theta": 1e4}}),
     ),
-    "model/layer.py:_attention": (NEXT,),
+    "model/layer.py:_make_attention": (NEXT,),
     "model/layer.py:moe_settings": (NEXT,),
-    "model/linear.py:TensorShare.divided": (
+    "model/linear.py:TensorShare.local_size": (
         Job("6 attention heads", {"parallelism": {"tensor": 4}}, config={"num_attention_heads": 6}),
     ),
-    "model/moe_layer.py:_exact": (
+    "model/moe_layer.py:_divide_exactly": (
         Job("expert 3 does not divide", {"parallelism": {"expert": 3}, "resources": {"gpusPerNode": 3}}),
     ),
-    "model/parameters.py:_attention": (NEXT,),
+    "model/parameters.py:_attention_parameters": (NEXT,),
     "model/parameters.py:_is_cut": (
         Job("rank 3 does not divide over tensor 2", {"parallelism": {"tensor": 2}, "training": {"lora": {"rank": 3}}}),
     ),
-    "rewards/built_in.py:built_in": (Job("no source", GRPO | {"data": PROMPTS, "grpo": {"rewards": [{}]}}),),
+    "rewards/built_in.py:built_in_score": (Job("no source", GRPO | {"data": PROMPTS, "grpo": {"rewards": [{}]}}),),
 }
 # Decided by something that no gate sees. What a place begins with, and what that is; the longest counts.
 KNOWN_LATER: Mapping[str, str] = {
@@ -144,12 +152,12 @@ KNOWN_LATER: Mapping[str, str] = {
     "launcher/": "the environment of a pod",
     "layers/attention.py": "internal: groups of two kinds",
     "layers/documents.py": "internal: documents that batches are made of",
-    "megatron/training_engine.py:MegatronEngine._names": "internal: the loss",
-    "megatron/training_engine.py:MegatronEngine._totals": "weights of the records",
-    "megatron/training_engine.py:MegatronEngine.reference_outputs": "internal: the objective",
+    "megatron/training_engine.py:MegatronTrainingEngine._agree_on_names": "internal: the loss",
+    "megatron/training_engine.py:MegatronTrainingEngine._sum_totals": "weights of the records",
+    "megatron/training_engine.py:MegatronTrainingEngine.compute_reference_outputs": "internal: the objective",
     "megatron/weights.py": "internal: the table of a family",
-    "model/architecture.py:_known": "Transformers, which the gate never imports",
-    "model/parameters.py:Coordinates.within": "internal: groups of a layout",
+    "model/architecture.py:_read_hf_config": "Transformers, which the gate never imports",
+    "model/parameters.py:Coordinates.rank_and_size": "internal: groups of a layout",
     "model/pretrained.py": "the folder of the model",
     "model_check/": "the weights, computed with",
     "objectives/": "answers and rewards",
@@ -166,8 +174,8 @@ KNOWN_LATER: Mapping[str, str] = {
     "setup/rewards.py": "what rewards return for a first answer",
     "setup/rollouts.py:_build_trial": "internal: the method",
     "setup/rollouts.py:_probe_tokens.read": "prompts, as long as the tokenizer makes them",
-    "setup/rollouts.py:_rendezvous": "internal: the method",
-    "setup/rollouts.py:_urls": "the environment of a pod",
+    "setup/rollouts.py:_engine_rendezvous": "internal: the method",
+    "setup/rollouts.py:_read_engine_urls": "the environment of a pod",
 }
 
 

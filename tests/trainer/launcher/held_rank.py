@@ -15,7 +15,7 @@ from trainer.launcher.rank_programs import folder, rank, restart
 class HeldHeartbeat(Heartbeat):
     """The heartbeat of a rank that is held where it enters a phase."""
 
-    def enter(self, phase: RunPhase) -> None:
+    def enter_phase(self, phase: RunPhase) -> None:
         super().enter_phase(phase)
         hold = holding(folder(), phase)
         if not hold.exists():

@@ -55,7 +55,7 @@ def gathered(pair: Pair, stores: list[TCPStore]) -> list[Round | Ending]:
         return port
 
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda one: one.gather(20.0, prepare), pair))
+        return list(threads.map(lambda one: one.gather_pods(20.0, prepare), pair))
 
 
 def ending(pod: int, cause: FailureCause = FailureCause.RANK_FAILED) -> Ending:

@@ -142,8 +142,8 @@ def _count_whole_experts(cell: Cell, engine: MegatronTrainingEngine) -> WholeExp
         layer.register_forward_hook(partial(_count_both_ways, count))
     gather, send = DividedMatrix.start_gather, ReplicaSums.send_gradient
     with (
-        patch.object(DividedMatrix, "gather", autospec=True, side_effect=gather) as gathers,
-        patch.object(ReplicaSums, "send", autospec=True, side_effect=send) as sums,
+        patch.object(DividedMatrix, "start_gather", autospec=True, side_effect=gather) as gathers,
+        patch.object(ReplicaSums, "send_gradient", autospec=True, side_effect=send) as sums,
     ):
         engine.update(batches, make_loss(cell, engine))
     most = max(whole)

@@ -116,11 +116,11 @@ class Interrupted(Fence):
         object.__setattr__(self, "acts", {"token": before_token, "looked twice": after_looking})
         object.__setattr__(self, "looks", [])
 
-    def _path(self, mine: FenceToken) -> Path:
+    def _token_path(self, mine: FenceToken) -> Path:
         self._act("token")
         return super()._token_path(mine)
 
-    def _names(self) -> list[str]:
+    def _file_names(self) -> list[str]:
         found = super()._file_names()
         looks: list[list[str]] = self.__dict__["looks"]
         looks.append(found)

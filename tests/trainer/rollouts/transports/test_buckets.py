@@ -126,7 +126,7 @@ class Receiver:
             store = PrefixStore(where["name"], TCPStore(LOOPBACK, port, is_master=False))
             join_rendezvous(store, where["world_size"], timedelta(minutes=5))
             self._group = ProcessGroupGloo(store, where["rank_offset"], where["world_size"], timedelta(minutes=5))
-            self._received(1)
+            self._receive_bucket(1)
 
         joining = threading.Thread(target=join, daemon=True)
         joining.start()
@@ -135,7 +135,7 @@ class Receiver:
     def _update(self, update: dict[str, Any]) -> None:
         dtypes = [getattr(torch, name) for name in update["dtype_names"]]
         sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in zip(dtypes, update["shapes"], strict=True)]
-        places = self._received(sum(sizes)).split(sizes)
+        places = self._receive_bucket(sum(sizes)).split(sizes)
         self.buckets.append(
             {
                 name: place.clone().view(dtype).reshape(shape)
@@ -143,7 +143,7 @@ class Receiver:
             }
         )
 
-    def _received(self, size: int) -> Tensor:
+    def _receive_bucket(self, size: int) -> Tensor:
         bucket, options = torch.empty(size, dtype=torch.uint8), BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([bucket], options).wait()
