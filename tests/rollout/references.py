@@ -115,13 +115,23 @@ MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    # Sizes that vLLM fills up: the vocabulary to 512, and the columns of an expert's matrix, also half of them, to 32s.
+    "qwen3_moe padded": _SIZES
+    | {
+        "vocab_size": 500,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": True,
+    },
 }
 
 
 def make_model(family: str, seed: int) -> PreTrainedModel:
     """Return a model of random weights."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **MODELS[family])
+    config = AutoConfig.for_model(family.split(maxsplit=1)[0], **MODELS[family])
     found: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     found.eval()
     return found

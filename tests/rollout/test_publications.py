@@ -37,9 +37,15 @@ def reported(engine: Engine, *paths: Path, **more: Any) -> Any:
     return report
 
 
-def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(start: Start, tmp_path: Path) -> None:
-    engine, reference = start("mixtral").await_ready(), make_model("mixtral", 11)
-    assert reported(engine, save_published(reference, tmp_path / "whole")) == WHOLE
+@pytest.fixture(scope="module")
+def tied(start: Start) -> Engine:
+    """An engine of a mixture whose output layer is the embedding."""
+    return start("mixtral").await_ready()
+
+
+def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(tied: Engine, tmp_path: Path) -> None:
+    reference = make_model("mixtral", 11)
+    assert reported(tied, save_published(reference, tmp_path / "whole")) == WHOLE
     for tensor in (
         "model.layers.1.block_sparse_moe.experts.3.w2.weight",
         "model.layers.0.block_sparse_moe.experts.0.w3.weight",
@@ -50,19 +56,17 @@ def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(star
         TIED,
     ):
         path = without(save_published(reference, tmp_path / "part"), tensor)
-        assert reported(engine, path) == {"missing": [tensor], "repeated": [], "changed": []}
+        assert reported(tied, path) == {"missing": [tensor], "repeated": [], "changed": []}
     # What broke off is no part of the next one.
-    assert reported(engine, save_published(reference, tmp_path / "again")) == WHOLE
+    assert reported(tied, save_published(reference, tmp_path / "again")) == WHOLE
 
 
-def test_a_tensor_with_other_bytes_than_were_sent_is_named(start: Start, tmp_path: Path) -> None:
-    engine = start("mixtral").await_ready()
+def test_a_tensor_with_other_bytes_than_were_sent_is_named(tied: Engine, tmp_path: Path) -> None:
     path = save_published(make_model("mixtral", 11), tmp_path / "whole")
     sums = {name: tensor_checksums(value) for name, value in load_file(path).items()}
-    assert reported(engine, path, checksums=[sums]) == WHOLE
+    assert reported(tied, path, checksums=[sums]) == WHOLE
     sums["model.norm.weight"][0] ^= 1
-    assert reported(engine, path, checksums=[sums]) == WHOLE | {"changed": ["model.norm.weight"]}
-    engine.kill()
+    assert reported(tied, path, checksums=[sums]) == WHOLE | {"changed": ["model.norm.weight"]}
 
 
 # Sizes that no word divides, in parts of two ranks; the second begins between two words.

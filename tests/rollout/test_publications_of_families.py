@@ -17,11 +17,23 @@ Start = Callable[..., Engine]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("llama", 1),
+        ("qwen3", 1),
+        ("qwen2_moe", 1),
+        ("deepseek_v2", 1),
+        ("gpt_oss", 1),
+        ("gpt_oss", 2),
+        ("qwen3_moe padded", 1),
+        ("qwen3_moe padded", 2),
+    ],
+)
 def test_a_whole_model_is_accepted_and_a_tensor_that_was_left_out_is_named(
-    family: str, start: Start, tmp_path: Path
+    family: str, tensor: int, start: Start, tmp_path: Path
 ) -> None:
-    engine = start(family).await_ready()
+    engine = start(family, tensor=tensor).await_ready()
     path = save_published(make_model(family, 11), tmp_path / "whole")
     assert reported(engine, path) == WHOLE
     tensors = load_file(path)
