@@ -148,7 +148,7 @@ def _summed(y: Tensor, chosen: permutation.Permutation, sums: Function) -> Tenso
 
 
 class _SumOf(torch.autograd.Function):
-    """`combined`, by one of the twins."""
+    """`combine_rows`, by one of the twins."""
 
     @staticmethod
     def forward(context: Any, y: Tensor, chosen: permutation.Permutation, sums: Function) -> Tensor:
