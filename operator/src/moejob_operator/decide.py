@@ -1,4 +1,7 @@
-"""The whole decision about a job: actions, the status that follows, and the events about it."""
+"""The whole decision about a job: actions, the status that follows, and the events about it.
+
+The phase and the actions come from the guards in planning/phase_guards.py; here they are asked in order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The decision of one guard: the phase and its reason, the actions, and what the status has to keep."""
+"""The decision of one guard: the phase and its reason, the actions, and what the status has to keep.
+
+Only its form; the guards that take it, for a suspended job as for a finished one, are in phase_guards.py.
+"""
 
 from __future__ import annotations
 
