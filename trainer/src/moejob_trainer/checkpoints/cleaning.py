@@ -1,4 +1,7 @@
-"""Retention: marks damaged checkpoints, deletes old ones and the remains of unfinished saves. Runs on rank 0."""
+"""Retention: marks damaged checkpoints, deletes old ones and the remains of unfinished saves. Runs on rank 0.
+
+Which of the folders are old is decided in policy.py, from the facts and exceptions that are gathered here.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shards: parts of a tensor that are cut out along its axes. A checkpoint consists of them.
 
 A rank's share of the optimizer is a range of a flat parameter; as shards of the whole parameter it can be read in any
-other layout. Pure arithmetic.
+other layout. Pure arithmetic; megatron/state.py says which shards a rank holds, and so which it reads.
 """
 
 from __future__ import annotations

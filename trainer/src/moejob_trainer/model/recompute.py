@@ -1,4 +1,7 @@
-"""Activation recomputation: some outputs are not kept for the backward pass but computed again."""
+"""Activation recomputation: some outputs are not kept for the backward pass but computed again.
+
+Which whole layers is decided here; which modules of a layer in moejob_api.derived, as layer.py asks it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Losses as pure functions of tensors: weighted sums, which the training engine divides by the batch's weight."""
+"""Losses as pure functions of tensors: weighted sums, which the training engine divides by the batch's weight.
+
+The weight of the global batch is summed in megatron/training_engine.py.
+"""
 
 from __future__ import annotations
 

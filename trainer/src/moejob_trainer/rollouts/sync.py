@@ -1,4 +1,8 @@
-"""The order in which engines take new weights, in the protocol of vLLM, and the probe that shows them there."""
+"""The order in which engines take new weights, in the protocol of vLLM, and the probe that shows them there.
+
+objectives/grpo/objective.py says when: before each step generates, so that answers are never from an earlier step's
+weights. A job that asks for older answers (staleness) is refused by moejob_api.rules.object_rules.
+"""
 
 from __future__ import annotations
 

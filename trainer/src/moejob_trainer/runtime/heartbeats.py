@@ -3,6 +3,9 @@
 A rank calls `Heartbeat.for_rank()` once, then `beat(step)` as often as it likes (a microsecond, without a lock). Rank 0
 also reports the progress of the run. The launcher makes one `HeartbeatBoard` for each start of its ranks, so that what
 an earlier start still writes lands on a board that is not read. Knows nothing of torch, of HTTP or of other pods.
+
+A rank that hangs is found by launcher/agent.py, after the job's progressDeadlineSeconds without a beat; where the
+launcher does not act, by the operator (moejob_operator.planning.failures).
 """
 
 from __future__ import annotations

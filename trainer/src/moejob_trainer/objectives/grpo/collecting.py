@@ -1,4 +1,7 @@
-"""Rank 0's part of a step: prompts in, rewarded rollouts out, and their metrics and samples."""
+"""Rank 0's part of a step: prompts in, rewarded rollouts out, and their metrics and samples.
+
+Which groups stay, and which are replaced because all their rewards are equal: sampling.py.
+"""
 
 from __future__ import annotations
 
