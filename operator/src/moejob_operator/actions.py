@@ -60,7 +60,7 @@ Action = Ensure | Delete
 
 
 class Severity(StrEnum):
-    """As in Kubernetes."""
+    """`type` of an event, as in Kubernetes."""
 
     NORMAL = "Normal"
     WARNING = "Warning"

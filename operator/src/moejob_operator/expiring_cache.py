@@ -38,5 +38,5 @@ class ExpiringCache(Generic[Value]):
         return value
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Drop the value of a job that is gone."""
         self._values.pop(key, None)

@@ -58,7 +58,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, event, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return a record as one line of JSON; a traceback is a field of it."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -76,7 +76,7 @@ class TextFormatter(logging.Formatter):
     """One line for a terminal, and tracebacks below it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return a record as one line, its traceback on further lines."""
         time = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
         fields = "".join(f" {name}={value}" for name, value in _event_fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.getMessage()}{fields}"

@@ -47,7 +47,7 @@ class Reconciler:
         return await reconcile_job(key, cluster, self)
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Let every cache drop a job that is gone."""
         self.validator.forget(key)
         self.specs.forget(key)
         self.poll_times.forget(key)

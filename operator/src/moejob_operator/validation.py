@@ -42,7 +42,7 @@ class Validation:
 
     @property
     def is_accepted(self) -> bool:
-        """Return whether the job may run."""
+        """Return whether the job may run: it has no problems, and its layout is known."""
         return not self.problems and self.layout is not None
 
     @property
@@ -89,7 +89,7 @@ class Validator:
         return self._validations.store(job.key, job.identity, await asyncio.to_thread(self._check_spec, job.spec))
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Drop the validation of a job that is gone."""
         self._validations.forget(key)
 
 

@@ -87,7 +87,7 @@ class BoundedProtocol(H11Protocol):
         self._strangers.add(self._visitor, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Make room for another."""
+        """Count the connection no longer, if it is still among strangers."""
         self._strangers.remove(self._visitor)
         super().connection_lost(exc)
 

@@ -26,7 +26,7 @@ class ReservedPorts:
         self.first = 0 if not count else self._reserve_ports(addresses, count)
 
     def release(self) -> None:
-        """Give them back."""
+        """Close the sockets that hold the ports."""
         self._sockets.close()
 
     def _reserve_ports(self, hosts: tuple[str, ...], count: int) -> int:
@@ -55,7 +55,7 @@ class AttemptPorts:
         self.numbers = LauncherPorts(self._rendezvous.first, self._progress.first, rollout_port)
 
     def release(self) -> None:
-        """Give them back."""
+        """Release the ports of the rendezvous and of progress; engines keep theirs from attempt to attempt."""
         self._rendezvous.release()
         self._progress.release()
 

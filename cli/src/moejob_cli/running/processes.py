@@ -63,7 +63,7 @@ class Launcher:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has not ended."""
+        """Return whether its process has not ended."""
         return self._process.poll() is None
 
     def read_report(self) -> PodReport:

@@ -41,7 +41,7 @@ class PodReport:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has not ended."""
+        """Return whether the launcher had not ended when it was asked."""
         return self.exit_code is None
 
     @property

@@ -36,7 +36,7 @@ class GpuType(StrEnum):
 
 
 class ImagePullPolicy(StrEnum):
-    """As in Kubernetes."""
+    """`imagePullPolicy` of a container, as in Kubernetes."""
 
     ALWAYS = "Always"
     IF_NOT_PRESENT = "IfNotPresent"
@@ -44,14 +44,14 @@ class ImagePullPolicy(StrEnum):
 
 
 class TolerationOperator(StrEnum):
-    """As in Kubernetes."""
+    """`operator` of a toleration, as in Kubernetes: Exists accepts every value of the key."""
 
     EXISTS = "Exists"
     EQUAL = "Equal"
 
 
 class TaintEffect(StrEnum):
-    """As in Kubernetes."""
+    """`effect` of a taint, as in Kubernetes: NoExecute also evicts pods that run."""
 
     NO_SCHEDULE = "NoSchedule"
     PREFER_NO_SCHEDULE = "PreferNoSchedule"

@@ -44,7 +44,7 @@ class ConditionType(StrEnum):
 
 
 class ConditionStatus(StrEnum):
-    """As in Kubernetes."""
+    """`status` of a condition, as in Kubernetes."""
 
     TRUE = "True"
     FALSE = "False"

@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def is_accepted(self) -> bool:
-        """Return whether the job may run."""
+        """Return whether the plan has no problems."""
         return not self.problems
 
 

@@ -149,7 +149,7 @@ class BoundedServer(web.Server):
         self._await_request(handler)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Make room for another."""
+        """Give the place of the connection to the next."""
         super().connection_lost(handler, exc)
         self._give_room(handler)
 

@@ -51,7 +51,7 @@ _SILENCE: Mapping[str, PodProgress] = MappingProxyType({})
 
 
 class VolumeClaimPhase(StrEnum):
-    """As in Kubernetes."""
+    """`status.phase` of a PersistentVolumeClaim, as in Kubernetes."""
 
     PENDING = "Pending"
     BOUND = "Bound"
@@ -115,7 +115,7 @@ class PodReadings:
         return readings
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Drop the readings of a job that is gone, and with them the bodies of its pods."""
         self._readings.forget(key)
 
 

@@ -87,7 +87,7 @@ class SpecCache:
         ), problems
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Drop the spec of a job that is gone; sections stay while other jobs hold them."""
         self._parsed_specs.forget(key)
 
 

@@ -22,7 +22,7 @@ _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")
 
 
 class PodPhase(StrEnum):
-    """As in Kubernetes."""
+    """`status.phase` of a pod, as in Kubernetes."""
 
     PENDING = "Pending"
     RUNNING = "Running"

@@ -39,7 +39,7 @@ class NoDiffs(kopf.DiffBaseStorage):
         return {}
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
-        """Write nothing."""
+        """Write no last-seen state."""
 
 
 class NoProgress(kopf.ProgressStorage):
@@ -49,14 +49,14 @@ class NoProgress(kopf.ProgressStorage):
         """Know no progress."""
 
     def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
-        """Write nothing."""
+        """Write no progress."""
 
     def purge(self, *, key: Any, body: Any, patch: Any) -> None:
-        """Have nothing to remove."""
+        """Remove no progress: none was written."""
 
     def touch(self, *, body: Any, patch: Any, value: Any) -> None:
-        """Write nothing."""
+        """Leave the object untouched."""
 
     def clear(self, *, essence: Any) -> Any:
-        """Have nothing to remove."""
+        """Return the essence as it is: it holds no progress."""
         return essence

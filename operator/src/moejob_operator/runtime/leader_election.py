@@ -189,7 +189,7 @@ class Election:
         self._is_stopping = asyncio.Event()
 
     def remaining_seconds(self) -> float:
-        """Return for how many seconds this process certainly leads; it may act only above zero."""
+        """Return the renewal deadline less the time since the last renewal was sent; -inf without a renewal."""
         return self._leads_until - self._clock()
 
     def stop(self) -> None:
@@ -330,14 +330,14 @@ class ApiLeaseStore:
     name: str
 
     async def read(self) -> Raw | None:
-        """The Lease; None when there is none."""
+        """GET the Lease; NotFound becomes None."""
         try:
             return await self.api.get(f"{self._leases_path}/{self.name}")
         except NotFound:
             return None
 
     async def create(self, spec: Mapping[str, Any]) -> Raw:
-        """Create it; Conflict when another replica did."""
+        """POST the Lease; AlreadyExists becomes Conflict."""
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -351,7 +351,7 @@ class ApiLeaseStore:
             raise Conflict(str(exists)) from exists
 
     async def write(self, spec: Mapping[str, Any], version: str) -> Raw:
-        """Lay fields over the Lease of exactly this version."""
+        """PATCH the Lease of exactly this version; a Lease that is gone is a Conflict, too."""
         try:
             return await self.api.patch(
                 f"{self._leases_path}/{self.name}", {"metadata": {"resourceVersion": version}, "spec": spec}

@@ -45,7 +45,7 @@ class BroadcastInit(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """The tensors of one bucket, in the order in which they lie in it."""
+    """One bucket of a broadcast: its tensors in their order, and the checksums of its parts."""
 
     names: list[str]
     dtype_names: list[str]

@@ -16,7 +16,7 @@ from moejob_rollout.transfer.checksums import tensor_checksums
 
 @dataclass
 class DiskInit(WeightTransferInitInfo):
-    """Nothing is agreed beforehand."""
+    """Nothing is agreed beforehand: each update names its files."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 @dataclass
 class IpcInit(WeightTransferInitInfo):
-    """Nothing is agreed beforehand."""
+    """Nothing is agreed beforehand: each bucket comes with its handles."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ def delete_checkpoint(folder: Path, disk: Disk | None = None) -> None:
 
 
 def require_ours(is_ours: Callable[[], bool], token: FenceToken, action: str) -> None:
-    """Raise Superseded unless the run is still this process's."""
+    """Raise Superseded when a newer attempt owns the run; `action` is what this process then leaves undone."""
     if not is_ours():
         raise Superseded(f"a newer attempt has taken over the run folder; this process ({token}) no longer {action}")
 

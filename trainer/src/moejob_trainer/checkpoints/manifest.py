@@ -78,7 +78,7 @@ class CheckpointFacts(ApiModel):
 
     @property
     def folder(self) -> StepFolder:
-        """The folder of the checkpoint."""
+        """The step folder, named by step, attempt and restart."""
         return StepFolder(self.step, FenceToken(self.attempt, self.restart))
 
 

@@ -45,7 +45,7 @@ class ModelState(Protocol):
         """Begin to take the memory that saves need, once the tensors to write are known."""
 
     def start_writing(self, folder: Path) -> PendingWrite:
-        """Begin to write this rank's part."""
+        """Begin to write the tensors of this rank."""
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
         """Set this rank's state from a checkpoint of any layout."""
@@ -68,12 +68,12 @@ class GlooCoordinator:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank in the group."""
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The size of the group."""
         return self.group.size()
 
     def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
@@ -81,7 +81,7 @@ class GlooCoordinator:
         return messages.gather_values(value, kind, self.group) or []
 
     def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, over the group."""
         return messages.broadcast_value(value, kind, self.group)
 
 
@@ -96,10 +96,10 @@ class Evaluations(Protocol):
         """Return the score of the evaluation after a step; None where its checkpoint is not among the best."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state to resume from: plain JSON."""
+        """Return the order as plain JSON, to resume from."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from that state."""
+        """Resume from an order that was saved."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class RunWriter:
             self.state.leave_published()
 
     def start_writing(self, folder: Path) -> PendingWrite:
-        """Begin to write this rank's part."""
+        """Begin to write the tensors of this rank; on rank 0, write the counters at once."""
         pending = self.state.start_writing(folder)
         if not self.is_first:
             return pending
@@ -213,11 +213,11 @@ class RunCheckpoints:
         return int(entry["step"])
 
     def poll(self) -> None:
-        """Move a save that is under way on without waiting, and commit it once it is written. Every rank calls this."""
+        """Let the store move a save on, and commit it."""
         self.store.poll()
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step; every rank gets the same answer."""
+        """Return whether the store needs a save after this step."""
         return self.store.needs_save(step)
 
     def save(self, step: int) -> None:

@@ -22,7 +22,7 @@ class ShardSpec:
 
     @property
     def element_count(self) -> int:
-        """The number of its elements."""
+        """The number of elements in the part."""
         return math.prod(self.size)
 
     @property

@@ -36,7 +36,7 @@ class ModelGroups:
 
     @property
     def rank(self) -> int:
-        """This rank among all."""
+        """This rank in the world group."""
         return _rank_and_size(self.world)[0]
 
     def process_group(self, group: ParallelGroup) -> ProcessGroup | None:

@@ -61,12 +61,12 @@ class FP8BlockTensors:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
+        """The folder of the quantized files."""
         return self.checkpoint.folder
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by name."""
+        """The tensors by name: scaled tensors in float32, and no scales."""
         stored_tensors = self.checkpoint.tensors
         scaled_names = {name for name in stored_tensors if self._is_scaled(name)}
         dequantized = {
@@ -106,12 +106,12 @@ class MXFP4Tensors:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
+        """The folder of the packed files."""
         return self.checkpoint.folder
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by name."""
+        """The tensors by name: a packed one in bfloat16, instead of its blocks and scales."""
         dequantized = dict(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             base = name.removesuffix(_BLOCKS)

@@ -73,7 +73,7 @@ class TensorPiece:
 
     @property
     def element_count(self) -> int:
-        """The number of its elements."""
+        """The number of elements in the region."""
         return prod(self.extents)
 
     def overlap(self, held_region: Slices) -> Slices | None:

@@ -25,7 +25,7 @@ class BatchLoader:
         self._waited_seconds = 0.0
 
     def next_batches(self) -> Sequence[MicroBatch]:
-        """This data rank's micro batches of the next global batch."""
+        """This data rank's micro batches of the next global batch, once the thread has them."""
         started_seconds = time.monotonic()
         batch = next(self._prefetched_batches())
         self._waited_seconds += time.monotonic() - started_seconds

@@ -58,7 +58,7 @@ class PromptLoader:
         return self._sources[key.source].read_prompt(key.document)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the place in the prompts."""
+        """Return the cursor, which stands behind the last prompt that was taken."""
         return {_CURSOR: self._cursor.as_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -140,7 +140,7 @@ class RankedEvaluations:
 
     @property
     def measure(self) -> str:
-        """The number by which evaluations are compared."""
+        """The ranking's measure."""
         return self._ranking.measure
 
     def as_fields(self) -> dict[str, float]:
@@ -151,7 +151,7 @@ class RankedEvaluations:
         return fields | ({StatusMeasure.STOPPED_EARLY.value: True} if self.is_stopped_early() else {})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state to resume from: plain JSON."""
+        """Return the ranking as plain JSON, its absent fields left out."""
         return self._ranking.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

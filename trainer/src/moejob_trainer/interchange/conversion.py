@@ -93,7 +93,7 @@ class MegatronWeights:
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint."""
+        """The folder of Megatron's checkpoint."""
         return self.reader.folder
 
     @cached_property
@@ -105,7 +105,7 @@ class MegatronWeights:
         }
 
     def read(self, name: str, part: Slices) -> Tensor:
-        """One part of a tensor."""
+        """One part of a tensor, cut out of the Megatron tensor that holds it."""
         indexed_key, tensor = self.entries[name]
         parts = tensor.split(self.reader.read_tensor(indexed_key))
         full_tensor = parts[tensor.published_names.index(name)]

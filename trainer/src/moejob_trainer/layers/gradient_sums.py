@@ -34,7 +34,7 @@ class MainGradient:
     parameter: nn.Parameter
 
     def target_for(self, weight: Tensor) -> Tensor:
-        """The sum of all micro batches."""
+        """The parameter's part of Megatron's buffer, in the weight's shape."""
         total: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         return total.view(weight.shape)
 
@@ -55,7 +55,7 @@ class LocalGradient:
     parameter: nn.Parameter
 
     def target_for(self, weight: Tensor) -> Tensor:
-        """The sum of all micro batches."""
+        """The parameter's own `grad`, in the weight's shape."""
         if self.parameter.grad is None:
             raise RuntimeError("products add to a gradient that exists as long as the parameter is trained")
         return self.parameter.grad.view(weight.shape)

@@ -147,7 +147,7 @@ class ShardedDataParallel:
         return local_part(parameter.grad)
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
-        """Yield the parts that this rank updates."""
+        """Yield this rank's share of each trained parameter, unless the share is empty."""
         for name, parameter in self._trained_parameters().items():
             sharded, weight = find_sharding(parameter), local_part(parameter)
             if sharded is not None and weight.numel():

@@ -52,7 +52,7 @@ class DividedExperts:
         return [matrix.start_gather(stream) for matrix in self.matrices.values()]
 
     def free_whole(self) -> None:
-        """Keep the shares alone."""
+        """Free the whole matrices, and show the shares again."""
         for name, matrix in self.matrices.items():
             setattr(self.module, name, matrix.share)
             matrix.free_whole()
@@ -92,7 +92,7 @@ class ExpertShares:
         self._sums.finish_sums()
 
     def free_layers(self) -> None:
-        """Keep the shares alone."""
+        """Free every layer that is whole."""
         for index in [*self._whole]:
             self._free_layer(index)
         if self._barrier is not None and self._are_read:

@@ -124,10 +124,10 @@ class _NoEvent:
     """Stands for an event where copies are waited for: between tensors that are both on the host."""
 
     def record(self) -> None:
-        """Nothing is under way."""
+        """Mark nothing: the copy has ended."""
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Wait for nothing."""
 
 
 def _make_event(device: torch.device) -> Any:

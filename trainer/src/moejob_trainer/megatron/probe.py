@@ -53,7 +53,7 @@ class TrainerProbe:
         self._engine, self._plan, self._data = engine, plan, engine.groups.data
 
     def __call__(self, tokens: Tokens) -> Floats:
-        """Return the log-probability of each token but the first. [N - 1]"""
+        """Return the trainer's log-probability of each token but the first, at temperature 1. [N - 1]"""
         copies = [
             Document(tokens.astype(np.int64), np.ones(len(tokens), np.float32), number)
             for number in range(self._data.size)

@@ -124,7 +124,7 @@ class StateFiles:
         return {"updates": self.engine.updates, "applied": self.engine.optimizer.steps}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Resume the counters."""
+        """Resume the numbers of updates, and of those that changed the weights."""
         self.engine.updates, self.engine.optimizer.steps = counters["updates"], counters["applied"]
 
     # --- what this rank holds ---------------------------------------------------------------------------------------

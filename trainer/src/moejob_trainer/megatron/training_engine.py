@@ -136,7 +136,7 @@ class MegatronTrainingEngine:
             return self._run(batches, loss, forward_only=True)
 
     def compute_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
-        """Return the model's outputs for each micro batch; every rank of a data rank gets all of it."""
+        """Return the outputs of a forward pass alone; the last stage sends them to the others."""
         outputs_by_number: dict[int, TokenOutputs] = {}
 
         def keep_outputs(number: int, outputs: TokenOutputs, _: MicroBatch) -> Tensor:

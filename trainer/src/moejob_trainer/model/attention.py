@@ -52,7 +52,7 @@ class Attention(nn.Module):
             mark_partial(parameter)
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
-        """[t, h] -> [t, h]"""
+        """Attend with the heads of this rank. [t, h] -> [t, h]"""
         query, key_value = self.share.multiply_columns(x, self.query, self.key_value)
         key, value = self._own_groups(key_value).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:

@@ -49,7 +49,7 @@ class TransformerLayer(nn.Module):
                 self.moe.number = number
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
-        """[t, h] -> [t, h]"""
+        """Add attention, then the feed-forward network or the experts. [t, h] -> [t, h]"""
         # Pre-norm: x + attention(norm(x)), then the same with the feed-forward network or experts.
         x = x + maybe_discard(self._discards_norms, self.attention_norm, partial(self.attention, packed=packed), x)
         recomputed_module = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP

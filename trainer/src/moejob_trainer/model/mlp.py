@@ -22,7 +22,7 @@ class GatedMLP(nn.Module):
         self.down = OutputLinear(hidden, (local_features,), share, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, h] -> [t, h]"""
+        """Map each token by itself. [t, h] -> [t, h]"""
         return maybe_recompute(self.is_recomputed, self._feed_forward, x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class MoELayer(nn.Module):
             mark_partial(self.shared_gate.weight, is_partial=share.sequence_parallel)
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
-        """[t, h] -> [t, h]"""
+        """Send each token to its experts, and add up what they return. [t, h] -> [t, h]"""
         logits = self.router(x)
         chosen, probabilities = self._route_tokens(logits, packed)
         probabilities = self.balance.attach_losses(probabilities, logits, chosen, packed)

@@ -43,7 +43,7 @@ class MultiLatentAttention(nn.Module):
                 mark_partial(parameter, is_partial=share.sequence_parallel)
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
-        """[t, h] -> [t, h]"""
+        """Attend with keys and values made of a compressed vector. [t, h] -> [t, h]"""
         query = self._query_input(x)
         latent, key_rope = self.key_value_down(x).split([self.shape.key_value_rank, self.shape.rope_dim], dim=-1)
         latent = self.key_value_down_norm(latent)

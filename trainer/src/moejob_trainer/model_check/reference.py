@@ -149,11 +149,11 @@ class AdaptedWeights:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by name."""
+        """The base's tensors by name: adapters change numbers, not names and shapes."""
         return self.base.tensors
 
     def read(self, name: str, part: Slices) -> Tensor:
-        """One part of a tensor."""
+        """One part of a tensor; in float32 where an adapter is added."""
         weight = self.base.read(name, part)
         a, b = (self.adapters.get(factor) for factor in adapter_pair_names(name))
         if a is None or b is None:

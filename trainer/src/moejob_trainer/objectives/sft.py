@@ -19,7 +19,7 @@ class BatchSource(Protocol):
         """Return the position in the data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from that state."""
+        """Continue behind that position."""
 
 
 class SupervisedFineTuning:
@@ -41,7 +41,7 @@ class SupervisedFineTuning:
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the position in the data."""
+        """Return the source's position: there is no other state."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

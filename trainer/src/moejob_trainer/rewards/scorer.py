@@ -168,10 +168,10 @@ class _ImmediateReward:
         self._score_function = built_in_score(reward)
 
     async def start(self) -> None:
-        """Nothing is started."""
+        """Start nothing: scores are computed in this process."""
 
     async def wait_until_ready(self) -> None:
-        """Nothing is imported."""
+        """Wait for nothing: no process has to import the reward."""
 
     async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
         return [self._score_function(completion) for completion in completions]

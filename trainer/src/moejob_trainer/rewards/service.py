@@ -37,10 +37,10 @@ class RewardService:
         self._client = httpx.AsyncClient(timeout=float(reward.timeout_seconds))
 
     async def start(self) -> None:
-        """Nothing is started."""
+        """Start nothing: the service runs elsewhere."""
 
     async def wait_until_ready(self) -> None:
-        """Nothing is imported."""
+        """Wait for nothing: each batch waits for a service that is away."""
 
     async def score_batch(self, completions: Sequence[Completion]) -> Sequence[object]:
         """Return the service's score of each; raises RewardFailed when its tries are spent or it stays away."""

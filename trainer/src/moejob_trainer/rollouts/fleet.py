@@ -318,11 +318,11 @@ class FleetGenerator:
         self._fleet = fleet
 
     async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
-        """Return an answer, from whichever engine has the least work and holds the published weights."""
+        """Generate an answer in the loop of the fleet's thread."""
         return await self._fleet.connection.await_result(self._generate_answer(request, sampling))
 
     async def wait_until_outdated(self) -> None:
-        """Wait until no engine has the published weights any more, and one is there to take them again."""
+        """Wait in the loop of the fleet's thread."""
         await self._fleet.connection.await_result(self._fleet.wait_until_outdated())
 
     async def _generate_answer(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:

@@ -127,7 +127,7 @@ class Publisher:
 
     @property
     def stacked_elements(self) -> int:
-        """Return the most elements of a stack of experts in what is published; 0: each expert by itself."""
+        """Return the transport's bound on a stack of experts."""
         return self._transport.stacked_elements
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:

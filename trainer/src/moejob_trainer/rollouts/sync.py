@@ -126,7 +126,7 @@ class WeightSync:
         await self._fleet.post(engine, "/sleep?level=2")
 
     async def get_label(self, engine: RolloutEngine) -> str:
-        """Return the name of the weights that an engine says it has."""
+        """Ask an engine for the name of its weights."""
         return await self._fleet.get_label(engine)
 
     async def join_group(self, engine: RolloutEngine, rendezvous: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def _parse_numbers(numbers: bytes, kind: str) -> Array:
 
 
 def read_probe(tokens: Tokens, body: bytes) -> Floats:
-    """Return the log-probability of each token but the first. [N - 1]"""
+    """Return an engine's log-probability of each token but the first, out of its reply. [N - 1]"""
     prompt_log_probabilities = _parse_reply(_ProbeReply, body).prompt_logprobs
     if len(prompt_log_probabilities) != len(tokens):
         raise BadReply(f"{len(tokens)} tokens of a probe came with {len(prompt_log_probabilities)} log-probabilities")

@@ -42,7 +42,7 @@ class GrpoRun:
 
     @property
     def epoch(self) -> float | None:
-        """Return the passes over the prompts so far."""
+        """Return the collector's epoch; None on ranks without a collector."""
         return None if self.collector is None else self.collector.epoch
 
 

@@ -75,7 +75,7 @@ class RolloutCollector:
 
     @property
     def epoch(self) -> float:
-        """Return the passes over the prompts so far."""
+        """Return the passes over the training prompts so far."""
         return self._prompts.training.epoch
 
     def collect_rollouts(self, step: int) -> RolloutBatch | None:
@@ -135,7 +135,7 @@ class RolloutCollector:
             write_lines(Disk(), path, lines[: self._grpo.logged_answers])
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the numbers of the last step."""
+        """Return the last step's rewards, versions and failures of rewards."""
         return self._metrics
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ class SampledGroups:
     left_out_groups: tuple[LeftOutGroup, ...] = ()
 
     def without_routing(self) -> SampledGroups:
-        """Return the same answers without the experts of their tokens."""
+        """Return the same groups, each without the routing of its answers."""
         return replace(self, groups=tuple(group.without_routing() for group in self.groups))
 
 

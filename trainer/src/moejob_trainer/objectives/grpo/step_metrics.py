@@ -64,7 +64,7 @@ def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]
 
 
 def sample_lines(sampled: SampledGroups, advantages: Sequence[float], step: int, most_lines: int) -> Iterator[str]:
-    """Return a JSON line for each answer of whole groups, up to `most`; `step` as in the step log."""
+    """Yield a JSON line for each answer, up to `most_lines`; `step` as in the step log."""
     scored_answers = [(group, answer) for group in sampled.groups for answer in group.answers]
     for (group, answer), advantage in list(zip(scored_answers, advantages, strict=True))[:most_lines]:
         line: dict[str, Any] = {

@@ -75,7 +75,7 @@ class BroadcastTransport:
     def send(
         self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None
     ) -> TransferResult:
-        """Start an update on all engines and let them load all weights; the caller finishes the update. Collective."""
+        """Let all engines join their groups, and send them the weights bucket by bucket. Collective."""
         engines = () if sync is None else sync.run(self._start_update(sync))
         size_bytes = 0
         for part in pack_buckets(weights, self._most_elements, self._ranks.device):

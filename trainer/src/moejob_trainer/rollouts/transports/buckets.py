@@ -89,7 +89,7 @@ class BucketRanks:
 
     @property
     def rank(self) -> int:
-        """This rank among all."""
+        """This rank in the control group; 0 for a rank alone."""
         return 0 if self.control is None else self.control.rank()
 
 

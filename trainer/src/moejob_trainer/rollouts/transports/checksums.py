@@ -1,4 +1,7 @@
-"""Checksums of tensors, in the library that reads their memory fastest."""
+"""Checksums of tensors sent by a rank, in the library that reads their memory fastest.
+
+Twin of moejob_rollout.transfer.checksums: neither package imports the other, and moejob_api has no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,6 @@ from moejob_api.contract.weight_checksums import page_checksums
 
 
 def tensor_checksums(tensor: Tensor) -> list[int]:
-    """Return the checksum of each page of a tensor's bytes."""
+    """Return the checksum of each page of a sent tensor's bytes."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     return page_checksums(data, torch) if data.is_cuda else page_checksums(data.numpy(), np)

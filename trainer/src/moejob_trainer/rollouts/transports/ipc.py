@@ -49,7 +49,7 @@ class IpcTransport:
 
     @property
     def stacked_elements(self) -> int:
-        """Return the elements of a bucket: engines take as long for one tensor as for a stack of them."""
+        """Return the elements of a bucket, as for a broadcast."""
         return self._most_elements
 
     def send(
@@ -58,7 +58,7 @@ class IpcTransport:
         weights: Iterable[tuple[str, Tensor]],
         sync: WeightSync | None,
     ) -> TransferResult:
-        """Start an update on all engines and let them load all weights; the caller finishes the update. Collective."""
+        """Lend all engines bucket by bucket, the next when all have read the last. Collective."""
         engines = () if sync is None else sync.run(sync.start_update(self._start_seconds))
         size_bytes = 0
         for part in pack_buckets(weights, self._most_elements, self._ranks.device):
