@@ -30,6 +30,7 @@ def find_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor,
 
 def plain_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """`find_destinations` in the operations of torch."""
+    # A choice of no expert, ranks * experts, has the owner `ranks`, which none of the numbers is.
     owners = chosen // experts
     destination_ranks = owners.masked_fill(~_is_first_on_rank(owners), ranks)
     numbers = torch.arange(ranks, device=owners.device)
@@ -51,6 +52,7 @@ def pack_choices(chosen: Tensor, probabilities: Tensor, permutation: Permutation
 def local_choices(chosen: Tensor, rank: Tensor | int, experts: int) -> Tensor:
     """Return choices of a rank's experts, numbered from its first; `experts`, which means none, for all others."""
     local_numbers = chosen - rank * experts
+    # Not >=: the number `experts` means none already.
     return local_numbers.masked_fill((local_numbers < 0) | (local_numbers > experts), experts)
 
 
@@ -78,5 +80,7 @@ def plain_pack_choices(chosen: Tensor, probabilities: Tensor, order: Tensor, exp
 
 def _is_first_on_rank(owners: Tensor) -> Tensor:
     """Mark the first choice of each token on each rank. [t, k]"""
+    # same[t, i, j]: choices i and j are on one rank. Below the diagonal j comes before i:
+    # owners [0, 1, 0] give [True, True, False].
     same = owners.unsqueeze(-1) == owners.unsqueeze(-2)
     return ~same.tril(-1).any(-1)

@@ -27,6 +27,7 @@ class ModelChecks:
 
     def check_import(self, folder: Path) -> None:
         """Refuse imported weights that compute something other than Transformers makes of the files."""
+        # A function and no model: only the ranks that compare read the files.
         if report := compare_models(self.engine, self.layout, self.node, lambda: self._make_reference(folder)):
             raise unusable_checkpoint(
                 f"{folder} {report}; do not train it: use another model, or report its config.json"

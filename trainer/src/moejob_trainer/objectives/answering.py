@@ -56,6 +56,7 @@ def generate_answers(
 
 def _next_tokens(texts: Sequence[Sequence[int]], engine: NextTokenModel, share: BatchShare) -> list[int]:
     documents = [
+        # Weights are those of a loss, and none is computed.
         Document(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32), number)
         for number, tokens in enumerate(texts)
     ]

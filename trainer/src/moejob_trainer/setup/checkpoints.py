@@ -54,6 +54,7 @@ def build_checkpoints(
 
 def _initial_check(model: RunModel, checks: ModelChecks | None) -> Callable[[], None] | None:
     """Return the check of published weights; trained weights of a checkpoint have no reference."""
+    # All weights are nan, for a checkpoint was to bring them: no run starts with these.
     if checks is None:
         return _raise_checkpoint_gone
     return partial(checks.check_import, model.pretrained.folder) if model.pretrained.has_weights else None

@@ -39,6 +39,7 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
     recipe = EncodingRecipe(
         model.pretrained.located, spec.data, vocabulary=model.architecture.shape.vocabulary, pins=pins
     )
+    # maxLength bounds prompt and answer together: 4096 - 1024 leaves 3072 tokens for a prompt.
     most_tokens = spec.data.max_length - spec.grpo.max_new_tokens
 
     def prepare_sets() -> int:

@@ -67,6 +67,7 @@ def _forward_kernel(
     steepness: tl.constexpr,
     block: tl.constexpr,
 ):
+    # Offsets are row * 2 * width, and may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     probability = tl.load(probabilities + row).to(tl.float32) if weighted else 1.0
     for first in range(0, width, block):
@@ -108,6 +109,7 @@ def _backward_kernel(
         up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         if clamped:
+            # Beyond a bound a clamped number no longer depends on its input: slope 0.
             gate_passes = gate <= limit
             up_passes = (up >= -limit) & (up <= limit)
             gate = tl.minimum(gate, limit)
@@ -119,8 +121,10 @@ def _backward_kernel(
         else:
             gated = tl.sigmoid(gate)
             factor = up
+            # With s = sigmoid(g): d/dg of g s is s + g s (1 - s) = s (1 + g (1 - s)).
             gate_slope = factor * gated * (1.0 + gate * (1.0 - gated))
             up_slope = gate * gated
+        # The slope of a probability: the sum over its row of upstream x activated.
         share += upstream * gate * gated * factor
         upstream = upstream * probability
         place = slope + row * 2 * width + columns

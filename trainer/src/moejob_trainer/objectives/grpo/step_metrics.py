@@ -77,6 +77,7 @@ def sample_lines(sampled: SampledGroups, advantages: Sequence[float], step: int,
             "reward": answer.reward,
             "rewards": dict(answer.score.parts),
             "advantage": advantage,
+            # The newest version of the answer's tokens; staleness in the step log counts from the oldest.
             "version": int(answer.answer.versions.max()),
         }
         yield json.dumps(line, ensure_ascii=False)

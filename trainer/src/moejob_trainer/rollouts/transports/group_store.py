@@ -32,6 +32,7 @@ class GroupStore:
         self._loop.stop()
 
     async def _open_server(self, host: str) -> asyncio.Server:
+        # Port 0: the system picks a free port, for every engine has a store of its own.
         return await asyncio.start_server(self._serve_client, host, 0)
 
     async def _close_server(self) -> None:
