@@ -72,6 +72,7 @@ def choose_layouts(request: LayoutRequest) -> ChosenLayouts:
     shape = job_model_shape(job)
     if isinstance(shape, UnseenModel):
         raise InvalidSpec((Problem(Rule.MODEL_CONFIG, "spec.model.source", f"{shape.reason}; --auto has to see it"),))
+    # Without --gpus the search keeps the size of the job: its trainer, and engines in pods of their own.
     count = request.gpus or gpus_of(job.spec.parallelism) + _engine_gpus(job.spec)
     machine = _apply_speeds(job_hardware(job.spec.resources), request.speeds)
     choices = best_layouts(job.spec, shape, count, machine)
@@ -87,6 +88,7 @@ def _engine_gpus(spec: Spec) -> int:
 def _find_obstacles(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
     """Yield the obstacles to every layout: the job itself, the number of GPUs, or their memory."""
     spec_with_engines = with_runnable_engines(spec, shape, count)[0]
+    # Faults of the layout in the job stop no other layout.
     yield from (problem for problem in plan_job(spec_with_engines, shape).problems if "parallelism" not in problem.path)
     leanest_layout = find_leanest_layout(spec, shape, count)
     if leanest_layout is None:
@@ -179,6 +181,7 @@ def _apply_gpu_type(job: MoETrainingJob, request: LayoutRequest) -> MoETrainingJ
     resources = job.spec.resources
     if request.gpu_type is not None:
         gpu_type = _parse_choice(GpuType, request.gpu_type, "--gpu-type")
+        # The file's gpuMemoryGiB is of the GPUs before, and a job that says both is refused.
         resources = resources.model_copy(update={"gpu_type": gpu_type, "gpu_memory_gi_b": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"resources": resources})})
 

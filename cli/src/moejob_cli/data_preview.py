@@ -29,6 +29,7 @@ def preview_file(
     """Return the data of the job in a file; CannotRun where there is no trainer to read it."""
     job = read_file(file, settings)
     python = installed_trainer(environ)
+    # Standard error becomes the message of a failure: warnings of imports would stand in front of it.
     command = [str(python), "-W", "ignore", "-m", "moejob_trainer.data.preview"]
     command += ["--records", str(extent.records), "--examples", str(extent.examples)]
     shape = job_model_shape(job)

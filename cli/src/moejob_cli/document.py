@@ -22,6 +22,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "model": _model_fields(plan.shape) if plan.shape else None,
         "layout": _camel_case_fields(asdict(plan.layout)) if plan.layout else None,
         "memory": _memory_fields(plan),
+        # asdict leaves properties out, and the sum of the volume is one.
         "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
         "rollout": _camel_case_fields(asdict(plan.rollout)) if plan.rollout else None,
         "problems": _problem_fields(plan.problems),

@@ -16,6 +16,7 @@ def unreadable_sources(spec: Spec) -> Iterator[str]:
     """Yield a sentence for each file or folder of a job that a run on this machine could not read."""
     for field, source in _named_places(spec):
         if not source.startswith(_CLAIM):
+            # A folder without config.json is no model; the message then names the missing file.
             yield from _access_problems(field, Path(source) / "config.json" if field == _MODEL else Path(source))
 
 
@@ -39,5 +40,6 @@ def _access_problems(field: str, needed: Path) -> Iterator[str]:
     except OSError as error:
         yield f"{field}: {needed} cannot be read on this machine ({error.strerror}); correct the path, or put it there"
         return
+    # A folder needs x beside r: r lists the names in it, x lets them be opened.
     if not os.access(needed, os.R_OK | os.X_OK if needed.is_dir() else os.R_OK):
         yield f"{field}: {needed} may not be read by this user; change its permissions"

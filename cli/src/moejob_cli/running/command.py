@@ -35,6 +35,7 @@ def run_job(
         machine = find_local_machine()
         require_capacity(planned_job.job.spec, layout, machine)
         require_sources(planned_job.job.spec)
+        # Held before the room is measured, which needs a folder that exists.
         with hold_run_folder(run_folder, name) as held_folder:
             if planned_job.plan.volume is not None:
                 require_room(planned_job.plan.volume.least_need(planned_job.job.spec), run_folder)
@@ -51,5 +52,6 @@ def _supervise_run(
 ) -> tuple[RunResult, list[StepLine], Path]:
     log = StepLog(local_run.folder / RunFile.STEPS)
     result = Supervision(local_run, machine, LauncherStarter(machine.python, held_folder), display, log).run()
+    # Steps that were logged after the last poll of the run.
     log.read()
     return result, log.lines, local_run.folder

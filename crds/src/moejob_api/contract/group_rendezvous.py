@@ -36,6 +36,7 @@ class RankMissing(RuntimeError):
 def join_rendezvous(store: RendezvousStore, size: int, patience: timedelta) -> None:
     """Return when all ranks of a group have arrived; raise RankMissing once a rank is reported missing."""
     if store.add(_ARRIVED, 1) == size:
+        # The first verdict counts: a cancelled group stays cancelled when its last rank arrives.
         store.compare_set(_VERDICT, "", _COMPLETE.decode())
     store.wait([_VERDICT], patience)
     verdict = store.get(_VERDICT)

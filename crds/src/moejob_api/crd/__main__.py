@@ -18,6 +18,7 @@ from moejob_api.crd.policy import policy_with_binding
 from moejob_api.documents.writing import yaml_text
 from moejob_api.rules.limits import limits_in_cel
 
+# Helm reads no file outside of its chart, so each text stands in both folders.
 FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainingjobs.yaml"))
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
 RULES_FILES = (Path("crds/rules.yaml"), Path("charts/moejob/files/rules.yaml"))

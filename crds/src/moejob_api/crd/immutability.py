@@ -39,6 +39,7 @@ def immutable_fields(spec: JobField) -> Iterator[ImmutableField]:
         new, old = f"object.spec.{path}", f"oldObject.spec.{path}"
         cel = f"{new} == {old}"
         if _is_optional(spec, path):
+            # lifecycle.queue may be absent, and CEL fails on a field that is not there: has() stands in front.
             cel = f"has({new}) == has({old}) && (!has({new}) || {cel})"
         yield ImmutableField(f"spec.{path}", cel, f"spec.{path} is immutable; {_ADVICE.get(path, _NEW_JOB)}")
 

@@ -17,6 +17,7 @@ def _drop_nulls(value: JsonValue, field: JobField | None) -> JsonValue:
         return value
     match value:
         case dict():
+            # Of {"seed": null, "sead": null} in spec.data the second stays, and is refused by its name.
             remaining = {
                 name: inner for name, inner in value.items() if inner is not None or not _is_known_field(field, name)
             }

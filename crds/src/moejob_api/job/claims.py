@@ -11,6 +11,7 @@ SCHEME = "pvc://"
 
 def is_claim_path(source: str) -> bool:
     """Return whether a source of this scheme names a claim and nothing outside of it."""
+    # Of pvc://claim/a/b the path is a/b; pvc://claim//etc and pvc://claim/../b would lead out of the mount.
     claim, _, path = source.removeprefix(SCHEME).partition("/")
     return claim not in {"", ".", ".."} and not path.startswith("/") and ".." not in path.split("/")
 

@@ -25,6 +25,7 @@ def evaluation_measures(spec: Spec) -> tuple[str, ...]:
     if spec.grpo is not None:
         return tuple(f"{name}@{spec.grpo.evaluation.samples}" for name in (MEAN, PASS))
     names, has_prompts = set_names(loss_sets(spec)), bool(prompt_sets(spec))
+    # With one set its loss is evalLoss itself.
     losses = (LOSS, *(f"{LOSS}/{name}" for name in names if len(names) > 1)) if names else ()
     return (*losses, *([f"{MEAN}@1"] if has_prompts else []))
 
@@ -71,5 +72,6 @@ def set_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
 
 
 def _plain_name(dataset: Dataset) -> str:
+    # held-out.jsonl.gz has two suffixes.
     stem = PurePosixPath(dataset.source).name.partition(".")[0] or "data"
     return stem if dataset.split == "train" else f"{stem}-{dataset.split}"

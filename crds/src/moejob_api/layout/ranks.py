@@ -51,6 +51,7 @@ class RankPlace:
 def rank_place(layout: Layout, rank: int) -> RankPlace:
     """The place of one rank."""
     stage_gpus = layout.gpus // layout.pipeline
+    # Stages are outermost: of 16 GPUs with pipeline 2, rank 9 is the second rank of stage 1.
     pipeline, inside = divmod(rank, stage_gpus)
     node, local_rank = divmod(rank, layout.gpus_per_pod)
     return RankPlace(
@@ -79,6 +80,7 @@ def group_members(layout: Layout, group: ParallelGroup, rank: int) -> tuple[int,
 
 def spaced_ranks(rank: int, stride: int, size: int) -> tuple[int, ...]:
     """The group of this rank among groups of `size` ranks that lie `stride` apart."""
+    # Rank 5, stride 2, size 4: first is 5 - 5 // 2 % 4 * 2 = 1, the group (1, 3, 5, 7).
     first = rank - rank // stride % size * stride
     return tuple(range(first, first + stride * size, stride))
 

@@ -63,6 +63,7 @@ def derive_layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
         pipeline=parallelism.pipeline,
         virtual_pipeline=parallelism.virtual_pipeline or 1,
         context=parallelism.context,
+        # Under Product, ranks with other experts are replicas of all other layers: this is data x expert.
         data=world // dense_model,
         expert=parallelism.expert,
         expert_tensor=expert_tensor_size(parallelism),
@@ -70,5 +71,6 @@ def derive_layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
         sequence_parallel=parallelism.sequence_parallel,
         gpus=world,
         nodes=ceil_div(world, gpus_per_node),
+        # A job smaller than a node is one pod with fewer GPUs.
         gpus_per_pod=min(world, gpus_per_node),
     )

@@ -109,5 +109,6 @@ def _static_batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
 
 
 def _nearest_multiples(value: int, step: int) -> str:
+    # 10 in steps of 8: "8 or 16". 5 in steps of 8: "8", for 0 is no batch.
     below, above = value // step * step, round_up(value, step)
     return f"{below} or {above}" if below else str(above)

@@ -40,6 +40,7 @@ def restarts_with_state(restarts: Restarts, state: RecoveryState, uids: Mapping[
     return restarts.model_copy(
         update={
             "since_checkpoint": budget.spent,
+            # A new checkpoint sets uncounted back to 0; preemptions are those of the whole job.
             "preemptions": restarts.preemptions + max(0, budget.uncounted - before.uncounted),
             "ladder": ladder,
         }

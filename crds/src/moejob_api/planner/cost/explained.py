@@ -37,6 +37,7 @@ def _formula_text(case: PlanningCase, spent: TimeUse) -> str:
             )
         case TimeUse.EXPERTS:
             experts = case.shape.experts
+            # Rows of this GPU over its experts, of which it has count / expert.
             rows = part.count_rows(experts.per_token) * layout.expert // experts.count if experts else 0
             return f"{rows:,} rows an expert"
         case _:

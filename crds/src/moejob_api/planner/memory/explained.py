@@ -126,6 +126,7 @@ def _working_formula(load: StageLoad) -> str:
 
 def _loss_formula(load: StageLoad) -> str:
     rows = min(load.case.share.tokens, LOSS_CHUNK_TOKENS)
+    # case.vocabulary counts elements of this GPU's part of the output matrix; over hidden they are its logits.
     width = load.case.vocabulary // load.case.shape.hidden
     slopes = f", {gib_text(kept_slopes)} of their slopes" if (kept_slopes := slope_bytes(load.case)) else ""
     return f"{rows:,} tokens x {width:,} logits at a time{slopes}, and the gradient of the output projection"

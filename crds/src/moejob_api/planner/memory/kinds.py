@@ -81,6 +81,7 @@ def _distinct_stages(
     ends: tuple[int | None, int | None],
     counted: tuple[bool, bool],
 ) -> tuple[StageContents, ...]:
+    # Built again of the few values that cut stages: layouts that differ in other sizes share a cached result.
     parallelism = Parallelism(
         pipeline=pipeline,
         virtual_pipeline=virtual_pipeline,

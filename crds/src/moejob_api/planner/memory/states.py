@@ -82,9 +82,11 @@ def _host_bytes(case: PlanningCase, local_trained: int) -> int:
     """Bytes of an optimizer on the host: two moments, float32 weights, and buffers for copies to and from the GPU."""
     on_host = local_trained * case.spec.memory.offload_optimizer
     moments = _moment_bytes(case)
+    # Narrower moments are widened for the update, a buffer at a time.
     scratch = 2 * FLOAT32_BYTES if moments < 2 * FLOAT32_BYTES else 0
     buffers = 1 + case.spec.training.communication.overlap_optimizer_copies
     exchanged = min(on_host, UPDATE_ELEMENTS) * (FLOAT32_BYTES + case.weight_bytes + scratch)
+    # With float32 moments 4 + 8 = 12 bytes a parameter, beside the buffers.
     return round(on_host * (FLOAT32_BYTES + moments) + buffers * exchanged)
 
 
