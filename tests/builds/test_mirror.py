@@ -21,6 +21,7 @@ APART: Mapping[str, str] = {
 # Packages without a folder of tests, each with where it is tested.
 ELSEWHERE: Mapping[str, str] = {
     "rollout/transfer": "trainer/rollouts/transports: ranks of the trainer send the weights",
+    "trainer/setup": "trainer: whole runs put a rank together, and setup decides nothing that a part could",
 }
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from moejob_api.derived import balancing_method, has_frozen_router, updates_per_step
-from moejob_api.job import Spec
+from moejob_api.derived import updates_per_step
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.objectives.grpo.collecting import RolloutCollector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
 from moejob_trainer.objectives.grpo.sampling import GroupSampler
-from moejob_trainer.objectives.grpo.step_record import StepRecorder
+from moejob_trainer.objectives.grpo.step_record import StepRecorder, recorded_settings
 from moejob_trainer.rollouts.interface import AnswerGenerator, RoutedLayers, SamplingParams, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
@@ -73,21 +71,6 @@ def _build_recorder(context: RankContext, collector: RolloutCollector | None) ->
     if grpo is None or not grpo.record_tokens or collector is None:
         return None
     return StepRecorder(context.environment.folder, recorded_settings(context.spec), lambda: collector.last_sampled)
-
-
-def recorded_settings(spec: Spec) -> dict[str, str]:
-    """Return the settings that a step is computed from, as JSON by section, without the addresses of rewards."""
-    if spec.grpo is None:
-        raise ValueError(f"method {spec.method} has no answers to record")
-    sections = {
-        "model": spec.model,
-        "grpo": spec.grpo.model_copy(update={"rewards": ()}),
-        "training": spec.training,
-        "moe": spec.moe,
-    }
-    texts = {name: section.model_dump_json(by_alias=True, exclude_none=True) for name, section in sections.items()}
-    derived = {"routerIsFrozen": has_frozen_router(spec), "balancing": balancing_method(spec).value}
-    return texts | {"derived": json.dumps(derived)}
 
 
 def _build_collector(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from moejob_trainer.data.encoding import end_of_text
+from moejob_trainer.data.end_tokens import published_end_tokens
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.preparation import FOLDER, EncodingRecipe
 from moejob_trainer.data.prompt_corpus import PromptCorpus
@@ -13,9 +13,7 @@ from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.data.prompts import read_prompts
 from moejob_trainer.distributed.encoding import INTEGER
-from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import PromptSets
-from moejob_trainer.runtime.json_files import read_json
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
@@ -60,21 +58,3 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
 def stop_tokens(recipe: EncodingRecipe, model: RunModel) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those in the model's generation_config.json."""
     return tuple(sorted({end_of_text(recipe.load_tokenizer()), *published_end_tokens(model.pretrained.folder)}))
-
-
-def published_end_tokens(folder: Path) -> list[int]:
-    """Return the tokens that end an answer by the model's generation_config.json, where there is one."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return []
-    try:
-        settings = read_json(path)
-    except ValueError as error:
-        raise BadConfiguration(f"{path} is not JSON ({error}); download it again, or remove it") from error
-    ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
-    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(token, int) for token in tokens):
-        raise BadConfiguration(
-            f"eos_token_id of {path} is {str(ends)[:100]}; it has to be a token's number, or several"
-        )
-    return tokens

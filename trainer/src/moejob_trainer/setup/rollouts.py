@@ -19,7 +19,7 @@ from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.megatron.generation_offload import make_generation_offload
+from moejob_trainer.megatron.gpu_memory import TrainerGpuMemory
 from moejob_trainer.megatron.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.rollouts.connection import EngineConnection
@@ -130,31 +130,6 @@ def _shared_gpu_memory(spec: Spec, engine: MegatronTrainingEngine) -> SharedGpuM
     """The room of engines on the trainer's GPUs; others share no memory with it."""
     shares_gpus = spec.resources.accelerator is Accelerator.GPU and separate_engines(spec) == 0
     return TrainerGpuMemory(spec, engine) if shares_gpus else None
-
-
-class TrainerGpuMemory:
-    """Memory of the trainer's GPU, which engines use while it waits for answers."""
-
-    def __init__(self, spec: Spec, engine: MegatronTrainingEngine) -> None:
-        parts, self._copies = (engine.stages, engine.data_parallel), engine.copies
-        self._weights = make_generation_offload(*parts, parameters=spec.memory.offload_parameters, gradients=False)
-        self._gradients = make_generation_offload(*parts, parameters=False, gradients=spec.memory.offload_gradients)
-
-    def free_unused(self) -> None:
-        """Free gradients with memory.offloadGradients, and the blocks that torch's allocator has cached."""
-        self._gradients.move_to_host()
-        torch.cuda.empty_cache()
-
-    def release(self) -> None:
-        """Move weights to the host with memory.offloadParameters."""
-        self._copies.finish_copy()
-        self._weights.move_to_host()
-        torch.cuda.empty_cache()
-
-    def acquire(self) -> None:
-        """Take both back."""
-        self._weights.move_to_device()
-        self._gradients.move_to_device()
 
 
 def _read_engine_urls(environ: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from moejob_api.derived import RECORDED_STEPS
+from moejob_api.derived import RECORDED_STEPS, balancing_method, has_frozen_router
+from moejob_api.job import Spec
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
 from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, SampledGroups, ScoredAnswer
@@ -155,3 +156,18 @@ def _update_arrays(updates: Sequence[Sequence[int]], results: Sequence[UpdateRes
         "update.learningRate": np.array([result.learning_rate for result in results], np.float64),
         "update.applied": np.array([result.is_applied for result in results], np.uint8),
     }
+
+
+def recorded_settings(spec: Spec) -> dict[str, str]:
+    """Return the settings that a step is computed from, as JSON by section, without the addresses of rewards."""
+    if spec.grpo is None:
+        raise ValueError(f"method {spec.method} has no answers to record")
+    sections = {
+        "model": spec.model,
+        "grpo": spec.grpo.model_copy(update={"rewards": ()}),
+        "training": spec.training,
+        "moe": spec.moe,
+    }
+    texts = {name: section.model_dump_json(by_alias=True, exclude_none=True) for name, section in sections.items()}
+    derived = {"routerIsFrozen": has_frozen_router(spec), "balancing": balancing_method(spec).value}
+    return texts | {"derived": json.dumps(derived)}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moejob_trainer.data.end_tokens import published_end_tokens
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.setup.prompts import published_end_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from moejob_api.job.grpo import RewardFailure
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.rewards.completion import FailureKind, RewardFailed
-from moejob_trainer.setup.rewards import tolerated_failures
+from moejob_trainer.rewards.first_completion import tolerated_failures
 
 CERTAIN = ("IMPORT", "RECORD", "WRONG_TYPE", "WRONG_COUNT", "REFUSED")
 
