@@ -92,7 +92,7 @@ class RealCluster(FakeCluster):
 
     # --- the operator's side ------------------------------------------------------------------------------------------
 
-    def reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
+    def run_reconcile(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         """One look of the operator, after its watches have caught up."""
         return self.loop.run_until_complete(self._run_reconcile(reconciliation))
 
@@ -156,7 +156,7 @@ class RealCluster(FakeCluster):
             if role in (None, body["metadata"].get("labels", {}).get(Label.ROLE)):
                 yield body
 
-    def versions_held(self) -> Mapping[str, str]:
+    def object_versions(self) -> Mapping[str, str]:
         return {body["metadata"]["uid"]: body["metadata"]["resourceVersion"] for _, body in self.objects.items()}
 
     def _listed(self, kind: Kind) -> list[Body]:
@@ -164,7 +164,7 @@ class RealCluster(FakeCluster):
 
     # --- the tests' side: changing ------------------------------------------------------------------------------------
 
-    def change(self, body: Body) -> None:
+    def store_changed(self, body: Body) -> None:
         """Make an object like this, as far as people, kubelets and controllers may."""
         self.catch_up()
         match body["kind"]:
@@ -196,7 +196,7 @@ class RealCluster(FakeCluster):
         address = body["status"].get("podIP") or self.voices.new_address(body["metadata"]["uid"])
         self.plane.api.merge(f"{path}/status", {"status": body["status"] | {"podIP": address}})
 
-    def end(self, with_id: Id, *, force: bool = False) -> None:
+    def delete_object(self, with_id: Id, *, force: bool = False) -> None:
         self.has_garbage |= with_id[0] is Kind.JOB
         path = _path(with_id)
         with suppress(RefusedError):
@@ -204,10 +204,10 @@ class RealCluster(FakeCluster):
         if not force:
             self.catch_up()
 
-    def gone(self, with_id: Id) -> None:
-        self.end(with_id, force=with_id[0] is Kind.POD)
+    def remove_object(self, with_id: Id) -> None:
+        self.delete_object(with_id, force=with_id[0] is Kind.POD)
 
-    def lose(self, node: str) -> None:
+    def lose_node(self, node: str) -> None:
         """The node is taken out of the cluster, and the grace of its pods passes: before that no test asks for it."""
         self.plane.api.delete(f"/api/v1/nodes/{node}")
         self.lost.add(node)
