@@ -134,8 +134,7 @@ def require_room(need: VolumeNeed, folder: Path) -> None:
     export = f" and the export {readable_bytes(need.export)}" if need.export else ""
     raise CannotRun(
         f"a checkpoint takes {readable_bytes(need.checkpoint)}{export}, and {folder} has {readable_bytes(free_bytes)} "
-        "left; free "
-        f"{readable_bytes(needed_bytes - free_bytes)}, or name a folder on another disk with --run-dir"
+        f"left; free {readable_bytes(needed_bytes - free_bytes)}, or name a folder on another disk with --run-dir"
     )
 
 

@@ -242,8 +242,8 @@ def _small_batch_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
             Rule.MICROBATCHES,
             "spec.training.dynamicBatchTokens",
             f"microbatches of at most {rank_batch.micro_tokens:,} tokens leave a GPU waiting for its host, which "
-            "takes as "
-            f"long for {BUSY_TOKENS:,}; set dynamicBatchTokens, to 8192 if memory allows, or raise microBatchSize",
+            f"takes as long for {BUSY_TOKENS:,}; set dynamicBatchTokens, to 8192 if memory allows, or raise "
+            "microBatchSize",
         )
 
 

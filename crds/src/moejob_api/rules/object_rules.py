@@ -334,8 +334,7 @@ def _whole_groups(spec: Spec) -> Complaint:
     if batch_size is not None and batch_size % grpo.group_size:
         return (
             f"lossAggregation Group averages over groups, and updates of globalBatchSize {batch_size} would cut "
-            "groups of "
-            f"{grpo.group_size} in two; change it to a multiple of {grpo.group_size}"
+            f"groups of {grpo.group_size} in two; change it to a multiple of {grpo.group_size}"
         )
     return None
 

@@ -77,8 +77,7 @@ def pending_verdict(s: ObservedState, failed_pods: tuple[FailedPod, ...]) -> Ver
         return None
     message = (
         f"{failed_pods[0].name} gave up on its peers, and nothing is heard of {silent_pod.name}: what became of that "
-        "one is waited "
-        f"for until {time_after(first, VERDICT_SECONDS)}"
+        f"one is waited for until {time_after(first, VERDICT_SECONDS)}"
     )
     return Verdict(message, VERDICT_SECONDS - (s.now - first).total_seconds())
 

@@ -313,8 +313,7 @@ def _ending_message(s: ObservedState) -> str:
         return "waiting for the pods of the last attempt to end"
     return (
         f"{stuck.name} should have ended by {format_time(stuck.ends_by or s.now)}, and node {stuck.node} does not say "
-        "that "
-        "it has; the next gang starts when it has, or when the node is known to be lost"
+        "that it has; the next gang starts when it has, or when the node is known to be lost"
     )
 
 

@@ -48,8 +48,7 @@ def refuse_other_adapters(
     if ours.lora is None:
         raise BadConfiguration(
             f"{checkpoint} holds adapters, which this job would lose for want of training.lora; give it that of the "
-            "other "
-            "job, or merge the other's export into its model and name the result as model.source"
+            "other job, or merge the other's export into its model and name the result as model.source"
         )
     for name, their_value, our_value in _lora_differences(theirs.lora, ours.lora):
         raise BadConfiguration(

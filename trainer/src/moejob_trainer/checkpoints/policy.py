@@ -102,6 +102,5 @@ def start_complaint(free_bytes: int, checkpoint_bytes: int, export_bytes: int, p
     export = f" and the export {readable_bytes(export_bytes)}" if export_bytes else ""
     return (
         f"a checkpoint takes {readable_bytes(checkpoint_bytes)}{export}, and {path} has {readable_bytes(free_bytes)} "
-        "left; free "
-        f"{readable_bytes(needed_bytes - free_bytes)} on the volume, or make it so much larger"
+        f"left; free {readable_bytes(needed_bytes - free_bytes)} on the volume, or make it so much larger"
     )

@@ -261,8 +261,7 @@ class RunCheckpoints:
         if stored_format != self.state.format:
             raise BadConfiguration(
                 f"{checkpoint.path} holds {stored_format} and this job reads {self.state.format}; start from its "
-                "Hugging Face "
-                "export by spec.model.source instead of checkpoint.resumeFrom"
+                "Hugging Face export by spec.model.source instead of checkpoint.resumeFrom"
             )
 
 

@@ -82,8 +82,7 @@ class PublishedCheckpoint:
         if not torch.equal(self.checkpoint.read(copy.tensor, region), expected):
             raise unusable_checkpoint(
                 f"{self.checkpoint.folder}: {copy.tensor} differs from {copy.original}, but this model has one weight "
-                "for "
-                "both; correct tie_word_embeddings in config.json, or set training.mtpLossCoefficient to 0"
+                "for both; correct tie_word_embeddings in config.json, or set training.mtpLossCoefficient to 0"
             )
 
 

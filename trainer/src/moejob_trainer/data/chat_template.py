@@ -161,9 +161,8 @@ def _choose_spans(
     if len(marked_spans) != len(assistant_indexes):
         raise BadData(
             f"{conversation.place}: the chat template marks {len(marked_spans)} spans for {len(assistant_indexes)} "
-            "assistant messages, "
-            "so which of them is one that is not trained on is unknown; give data.chatTemplate a template that has "
-            "{% generation %} once for each"
+            "assistant messages, so which of them is one that is not trained on is unknown; give data.chatTemplate a "
+            "template that has {% generation %} once for each"
         )
     return tuple(
         span for number, span in zip(assistant_indexes, marked_spans, strict=True) if number in trained_indexes
@@ -177,8 +176,7 @@ def _refuse_omissions(conversation: Conversation, text: str) -> None:
         if required_text not in text and json.dumps(required_text, ensure_ascii=False)[1:-1] not in text:
             raise BadData(
                 f"{conversation.place}: the chat template leaves out {description}; change the record, or give a "
-                "template "
-                "that knows it as data.chatTemplate"
+                "template that knows it as data.chatTemplate"
             )
 
 

@@ -87,8 +87,7 @@ def _read_chat_message(value: object, place: str) -> Message:
     if message.get("weight", 0) not in ((0, 1) if role == "assistant" else (0,)):
         raise BadData(
             f"{place} has the role {role} and the weight {_shorten_value(message['weight'])}; expected 0, which is "
-            "not trained "
-            "on, or 1, for the assistant alone"
+            "not trained on, or 1, for the assistant alone"
         )
     calls = message.get("tool_calls")
     if calls:

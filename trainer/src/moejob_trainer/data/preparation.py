@@ -179,9 +179,8 @@ def refuse_empty(dataset: Dataset, dispositions: Mapping[Disposition, int], data
     if dropped_count + emptied_count == sum(dispositions.values()):
         raise BadData(
             f"none of the {dropped_count + emptied_count} records of {name} can be trained on: all are longer than "
-            "data.maxLength "
-            f"{data.max_length} ({dropped_count} dropped, {emptied_count} with nothing to train on after truncation); "
-            "raise "
+            f"data.maxLength {data.max_length} ({dropped_count} dropped, {emptied_count} with nothing to train on "
+            "after truncation); raise "
             "maxLength"
         )
 

@@ -1,6 +1,6 @@
 """The trainer's GPU memory beside colocated engines: lent while they generate, taken back for the update.
 
-Engines fill what they find free when they wake, so the trainer gives first and takes back only once they sleep.
+Engines need their memory again when they wake, so the trainer gives first, and takes back only once they sleep.
 """
 
 from __future__ import annotations

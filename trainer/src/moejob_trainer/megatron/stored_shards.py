@@ -126,8 +126,8 @@ class ShardFiles:
         if missing:
             raise IncompatibleState(
                 f"{self.folder} holds {shard.element_count - missing} of the {shard.element_count} numbers that "
-                f"{description} needs: "
-                "it was saved for another model or by another kind of training; name a checkpoint of this one, or "
+                f"{description} needs: it was saved for another model or by another kind of training; name a "
+                "checkpoint of this one, or "
                 "another job"
             )
 

@@ -148,8 +148,7 @@ def _request_headers(reward: Reward, environ: Mapping[str, str]) -> dict[str, st
             raise RewardFailed(
                 FailureKind.REFUSED,
                 f"header {header_source.header} is in the variable {header_source.variable}, which is not set; take "
-                "it from a Secret "
-                "in resources.env, or set it in the shell of moejob run",
+                "it from a Secret in resources.env, or set it in the shell of moejob run",
             )
         if not (value.isascii() and value.isprintable()):
             raise RewardFailed(

@@ -275,8 +275,8 @@ def probe_problem(expected: ExpectedProbe, probes: Sequence[tuple[str, Floats]])
                 f"after a synchronization {url} gives the probe a mean log-probability of "
                 f"{engine_log_probabilities.mean():.5f} and the "
                 f"trainer {trainer_log_probabilities.mean():.5f}; their mean |difference| is {distance:.5f} where "
-                f"{expected.bound:.3g} is "
-                "allowed: the engine computes with other weights, or computes otherwise; compare in float32 "
-                "(model.dtype), and where both are right raise grpo.rollout.probe.bound or set its onMismatch to Warn"
+                f"{expected.bound:.3g} is allowed: the engine computes with other weights, or computes otherwise; "
+                "compare in float32 (model.dtype), and where both are right raise grpo.rollout.probe.bound or set its "
+                "onMismatch to Warn"
             )
     return None

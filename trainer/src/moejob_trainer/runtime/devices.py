@@ -83,8 +83,7 @@ def _check_float8(device: torch.device) -> None:
     if capability < _FLOAT8_CAPABILITY:
         raise BadConfiguration(
             f"training.precision.compute FP8 needs a GPU of compute capability {_capability_text(_FLOAT8_CAPABILITY)} "
-            "or "
-            f"later, and {torch.cuda.get_device_name(device)} has {_capability_text(capability)}; remove compute"
+            f"or later, and {torch.cuda.get_device_name(device)} has {_capability_text(capability)}; remove compute"
         )
 
 

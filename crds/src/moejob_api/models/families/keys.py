@@ -245,8 +245,7 @@ def _refuse_heads_of_other_tasks(config: ConfigReader) -> None:
     if not isinstance(names, list) or not any(str(name).endswith("ForCausalLM") for name in names):
         config.refuse_model(
             f"architectures is {shown_value(names)}; only models that predict the next token are trained: use a "
-            "checkpoint "
-            "whose architectures name a class ...ForCausalLM"
+            "checkpoint whose architectures name a class ...ForCausalLM"
         )
 
 
