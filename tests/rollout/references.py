@@ -24,6 +24,17 @@ _SIZES: dict[str, Any] = {
     # Far enough from zero that another weight gives another answer.
     "initializer_range": 0.08,
 }
+_DEEPSEEK: dict[str, Any] = {
+    # The only sizes that vLLM's kernel for CPUs takes, and those of all published models.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SIZES
     | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -47,19 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "deepseek_v3": _SIZES
+    | _DEEPSEEK
     | {
         "num_key_value_heads": 4,
         "moe_intermediate_size": 64,
         "q_lora_rank": 64,
-        # The only sizes that vLLM's kernel for CPUs takes, and those of all published models.
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
@@ -81,18 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
     },
     "deepseek_v2": _SIZES
+    | _DEEPSEEK
     | {
         "num_key_value_heads": 4,
         "moe_intermediate_size": 64,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
         "topk_method": "greedy",
         "n_group": 1,
         "topk_group": 1,
