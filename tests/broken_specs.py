@@ -421,6 +421,12 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"staleness": 1}}},
     ),
     BrokenSpec(
+        "keys and values of older weights",
+        Rule.ROLLOUT,
+        "each answer is finished before",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"cacheAcrossVersions": "Keep"}}},
+    ),
+    BrokenSpec(
         "a reference that is a checkpoint",
         Rule.CONFLICT,
         "model.source",

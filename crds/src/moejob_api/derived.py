@@ -9,7 +9,7 @@ from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import RolloutPlacement
+from moejob_api.job.grpo import Grpo, MismatchCorrection, RolloutPlacement
 from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
@@ -126,6 +126,16 @@ def has_frozen_router(spec: Spec) -> bool:
 def has_reference(spec: Spec) -> bool:
     """Return whether answers are compared with the model as it was before training."""
     return spec.grpo is not None and spec.grpo.kl.coefficient > 0
+
+
+def mismatch_correction(grpo: Grpo) -> MismatchCorrection | None:
+    """Return the correction of losses for the difference of the engine's probabilities from the trainer's.
+
+    Answers of older weights always get a correction: by default each token's weight, truncated at 2.
+    """
+    if grpo.mismatch is None and grpo.rollout.staleness > 0:
+        return MismatchCorrection()
+    return grpo.mismatch
 
 
 def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:

@@ -18,7 +18,7 @@ PLANNING = (
 )
 # Fields that no accepted job may give, each with the reason.
 REFUSED: Mapping[Read, str] = {
-    ("RolloutSettings", "staleness"): "engines generate with the newest weights only; any other value is refused",
+    ("RolloutSettings", "cache_across_versions"): "no answer outlives its weights; Keep is refused",
 }
 
 

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from builders import spec
 from moejob_api.contract.answers import AnswerRequest, WeightSpan
 from moejob_trainer.rollouts.connection import EngineConnection, RequestRefused
 from moejob_trainer.rollouts.fleet import AnswerFailed, EngineFleet, FleetGenerator, FleetLimits, NoEngineAvailable
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
+from moejob_trainer.setup.rollouts import fleet_limits
 from trainer.rollouts.stand_in import StandIn, until
 
 LABEL = WeightsLabel(3, "here")
@@ -74,6 +76,12 @@ def requests(groups: int, members: int) -> list[GenerationRequest]:
         for group in range(groups)
         for member in range(members)
     ]
+
+
+def test_an_answer_may_take_as_long_as_the_job_says() -> None:
+    given = spec(method="GRPO", grpo={"rollout": {"answerTimeoutSeconds": 90}})
+    assert fleet_limits(given) == replace(FleetLimits(), answer_seconds=90)
+    assert fleet_limits(spec(method="GRPO")) == FleetLimits()
 
 
 def test_each_request_gets_its_own_answer_with_the_version_of_each_token(serve: Serve) -> None:

@@ -240,6 +240,13 @@ class WeightTransport(StrEnum):
     DISK = "Disk"
 
 
+class CacheAcrossVersions(StrEnum):
+    """The use of keys and values of older weights by an unfinished answer that new weights continue."""
+
+    CLEAR = "Clear"
+    KEEP = "Keep"
+
+
 class ProbeMismatch(StrEnum):
     """The consequence of an engine that computes something else than the trainer."""
 
@@ -293,6 +300,17 @@ class RolloutSettings(ApiModel):
     staleness: Annotated[
         CountOrZero, Field(description="Steps that answers may be older than the weights; 0 until engines run ahead.")
     ] = 0
+    answer_timeout_seconds: Annotated[
+        Seconds,
+        Field(description="Longest time from a request to the end of its answer; then the answer is requested again."),
+    ] = 7200
+    cache_across_versions: Annotated[
+        CacheAcrossVersions,
+        Field(
+            description="New weights and an unfinished answer. Clear: the engine reads its text again. Keep: it goes "
+            "on with keys and values of the older weights."
+        ),
+    ] = CacheAcrossVersions.CLEAR
     probe: Annotated[
         PublicationProbe, Field(description="The comparison of engines with the trainer after each publication.")
     ] = PublicationProbe()

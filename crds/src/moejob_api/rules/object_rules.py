@@ -15,7 +15,14 @@ from moejob_api.derived import has_float8_products
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.evaluations import prompt_sets
-from moejob_api.job.grpo import BuiltInReward, LossAggregation, MismatchMode, RolloutPlacement, WeightTransport
+from moejob_api.job.grpo import (
+    BuiltInReward,
+    CacheAcrossVersions,
+    LossAggregation,
+    MismatchMode,
+    RolloutPlacement,
+    WeightTransport,
+)
 from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.job.model import DataFormat, DataShape
 from moejob_api.job.moe import DispatcherKind
@@ -365,6 +372,15 @@ def _supported_staleness(spec: Spec) -> Complaint:
     return (
         f"staleness {spec.grpo.rollout.staleness} asks for answers from older weights, and this version generates with "
         "the newest only; remove it"
+    )
+
+
+def _supported_cache(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.rollout.cache_across_versions is CacheAcrossVersions.CLEAR:
+        return None
+    return (
+        "cacheAcrossVersions Keep is for unfinished answers that get new weights, and in this version each answer is "
+        "finished before; remove it"
     )
 
 
@@ -888,6 +904,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _supported_staleness,
         "self.rollout.staleness == 0",
         "staleness is 0 in this version",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.ROLLOUT,
+        "spec.grpo.rollout.cacheAcrossVersions",
+        _supported_cache,
+        "self.rollout.cacheAcrossVersions == 'Clear'",
+        "cacheAcrossVersions is Clear in this version",
         on="spec.grpo",
     ),
     ObjectRule(

@@ -48,7 +48,7 @@ def connect_engines(
     context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts, stack: ExitStack
 ) -> RolloutEngines:
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
-    limits, is_first = FleetLimits(), context.environment.rank == 0
+    limits, is_first = fleet_limits(context.spec), context.environment.rank == 0
     fleet = (
         EngineFleet(_read_engine_urls(os.environ), EngineConnection(os.environ.get(Environment.SECRET)), limits)
         if is_first
@@ -64,6 +64,11 @@ def connect_engines(
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet)
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
+
+
+def fleet_limits(spec: Spec) -> FleetLimits:
+    """The times of a fleet: the job's for an answer, and the defaults."""
+    return FleetLimits() if spec.grpo is None else FleetLimits(answer_seconds=spec.grpo.rollout.answer_timeout_seconds)
 
 
 def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
