@@ -383,3 +383,29 @@ def test_an_answer_that_is_not_whole_is_asked_again(serve: Serve, changes: dict[
     odd.behaviour = answer
     assert len(served.answers(requests(2, 1))) == 2
     assert other.prompts
+
+
+def test_an_engine_is_idle_while_nothing_is_asked_of_it_and_while_it_is_paused(serve: Serve) -> None:
+    served = serve(count=2).serve()
+    working, _ = served.fleet.engines
+    engine = served.engines[0]
+    engine.behaviour = engine.hang
+    served.generator.measure_idle_share()
+
+    async def share_of(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return served.generator.measure_idle_share()
+
+    async def shares() -> tuple[float, float]:
+        asking = asyncio.create_task(served.generator.generate(requests(1, 1)[0], SAMPLING))
+        await asyncio.to_thread(until, lambda: working.in_flight == 1, "nothing was asked")
+        served.generator.measure_idle_share()
+        busy = await share_of(0.05)
+        await asyncio.to_thread(served.connection.run, WeightSync(served.fleet).start_update(60))
+        served.generator.measure_idle_share()
+        paused = await share_of(0.05)
+        asking.cancel()
+        return busy, paused
+
+    # One of two has nothing to compute, then both.
+    assert asyncio.run(shares()) == (0.5, 1.0)

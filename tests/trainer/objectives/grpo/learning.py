@@ -97,6 +97,10 @@ class TransformersEngine:
         """It loses nothing."""
         await asyncio.Event().wait()
 
+    def measure_idle_share(self) -> float:
+        """It is never idle."""
+        return 0.0
+
     async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Return an answer, with whatever else is asked at the moment."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -102,6 +102,10 @@ class Scripted:
         """Wait until the weights are lost."""
         await self._outdated.wait()
 
+    def measure_idle_share(self) -> float:
+        """Return a share that no engine measured."""
+        return 0.25
+
     @property
     def stacked_elements(self) -> int:
         """Each expert comes by itself."""

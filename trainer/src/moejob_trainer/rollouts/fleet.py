@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import EngineConnection, EngineLost, RequestRefused
+from moejob_trainer.rollouts.idle_time import IdleClock, mean_idle_share
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.wire import (
     BadReply,
@@ -78,6 +79,18 @@ class RolloutEngine:
     proven_label: WeightsLabel | None = None
     # Set when the engine is lost, and with it every request in flight there.
     lost_event: asyncio.Event = field(default_factory=asyncio.Event)
+    # It computes nothing: paused for new weights, or asleep.
+    is_paused: bool = False
+    idle_clock: IdleClock = field(default_factory=lambda: IdleClock(time.monotonic()))
+
+    def note_work(self) -> None:
+        """Let the idle clock know of a change of the work; call it after each."""
+        self.idle_clock.set_busy(time.monotonic(), is_busy=self.in_flight > 0 and not self.is_paused)
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        """Note that the engine computes nothing, or that it computes again."""
+        self.is_paused = is_paused
+        self.note_work()
 
     @property
     def problem(self) -> str:
@@ -126,6 +139,7 @@ class EngineFleet:
             while (engine := self._choose_engine(group)) is None:
                 await self._wait_for_change()
             engine.in_flight += 1
+            engine.note_work()
             self._group_requests[group] += 1
             self._group_engines[group] = engine
             return engine
@@ -134,10 +148,15 @@ class EngineFleet:
         """Count one request less at an engine."""
         async with self._changed:
             engine.in_flight -= 1
+            engine.note_work()
             self._group_requests[group] -= 1
             if not self._group_requests[group]:
                 del self._group_requests[group], self._group_engines[group]
             self._changed.notify_all()
+
+    async def measure_idle_share(self) -> float:
+        """Return the mean share of time since the last call in which engines had nothing to compute."""
+        return mean_idle_share([engine.idle_clock for engine in self.engines], time.monotonic())
 
     async def wait_until_outdated(self) -> None:
         """Wait until no engine serves, and at least one replies that needs the published weights again."""
@@ -324,6 +343,10 @@ class FleetGenerator:
     async def wait_until_outdated(self) -> None:
         """Wait in the loop of the fleet's thread."""
         await self._fleet.connection.await_result(self._fleet.wait_until_outdated())
+
+    def measure_idle_share(self) -> float:
+        """Read the clocks of engines in their thread, which moves them."""
+        return self._fleet.connection.run(self._fleet.measure_idle_share())
 
     async def _generate_answer(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         reasons = []

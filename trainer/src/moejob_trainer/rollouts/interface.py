@@ -109,6 +109,9 @@ class AnswerGenerator(Protocol):
     async def wait_until_outdated(self) -> None:
         """Wait until no engine has the published weights any more, and one is there to take them again."""
 
+    def measure_idle_share(self) -> float:
+        """Return the share of time since the last call in which engines had nothing to compute, their mean; 0 to 1."""
+
 
 class WeightPublisher(Protocol):
     """Engines as readers of the trainer's weights. Every rank calls the same methods in the same order."""

@@ -124,6 +124,7 @@ class WeightSync:
     async def _sleep_engine(self, engine: RolloutEngine) -> None:
         # Level 1 would copy weights to the host's memory; the trainer has them anyway.
         await self._fleet.post(engine, "/sleep?level=2")
+        engine.set_paused(is_paused=True)
 
     async def get_label(self, engine: RolloutEngine) -> str:
         """Ask an engine for the name of its weights."""
@@ -158,6 +159,7 @@ class WeightSync:
             # Wake it before the pause: behind it, the wake-up of an engine that is awake anyway would let it generate.
             await self._fleet.post(engine, "/wake_up?tags=weights")
         await self._fleet.post(engine, "/pause?mode=keep")
+        engine.set_paused(is_paused=True)
         try:
             await self._fleet.post(engine, "/start_weight_update")
         except EngineLost:
@@ -177,6 +179,7 @@ class WeightSync:
         if self._sleeps:
             await self._fleet.post(engine, "/wake_up?tags=kv_cache")
         await self._fleet.post(engine, "/resume")
+        engine.set_paused(is_paused=False)
         reported_label = await self._fleet.get_label(engine)
         if reported_label != str(label):
             raise EngineLost(f"{engine.url} says that its weights are {reported_label!r} after it was given {label}")
