@@ -21,7 +21,8 @@ ALLOWED: dict[str, Any] = {
     "extendedResources": ["nvidia.com/gpu", "rdma/*"],
     "nodeSelectors": ["pool=training", "topology.kubernetes.io/zone=*"],
     "labels": ["example.com/*", "kueue.x-k8s.io/queue-name=team"],
-    "annotations": ["example.com/*", "k8s.v1.cni.cncf.io/networks=*", "scheduling.volcano.sh/*"],
+    # A reserved key that is named whole is allowed.
+    "annotations": ["example.com/*", "k8s.v1.cni.cncf.io/networks=*", "scheduling.volcano.sh/queue-name=*"],
 }
 
 
@@ -119,4 +120,56 @@ BEYOND: tuple[LimitCase, ...] = (
     ),
 )
 # Of BEYOND, where an installation sets no limits.
-REFUSED_BY_DEFAULT = {"label", "reserved label", "reserved annotation"}
+REFUSED_BY_DEFAULT = {"label", "reserved label", "reserved annotation", "queue by an annotation"}
+
+# The same limits where any label and annotation is allowed: what each limit is about stays bounded.
+OPEN_KEYS: dict[str, Any] = {name: names for name, names in ALLOWED.items() if name != "annotations"} | {
+    "labels": ["*"],
+    "reserved": [],
+}
+_QUEUE_KEYS = (
+    *("kueue.x-k8s.io/queue-name", "scheduling.volcano.sh/queue-name", "volcano.sh/queue-name"),
+    *("yunikorn.apache.org/queue", "queue", "kai.scheduler/queue", "runai/queue", "project"),
+)
+_INTERFACES = '[{"interfaceName": "eth1", "network": "b"}]'
+# Other words for what a limit forbids, as schedulers, network plugins and container runtimes read them.
+WAYS_ROUND: tuple[LimitCase, ...] = (
+    *(_pods(f"queue by the label {key}", "labels", "queue b", labels={key: "b"}) for key in _QUEUE_KEYS),
+    *(_pods(f"queue by the annotation {key}", "annotations", "queue b", annotations={key: "b"}) for key in _QUEUE_KEYS),
+    _pods("priority of Kueue", "labels", "priority class b", labels={"kueue.x-k8s.io/priority-class": "b"}),
+    _pods("priority of KAI", "labels", "priority class b", labels={"priorityClassName": "b"}),
+    _pods("network by default", "annotations", "network b", annotations={"v1.multus-cni.io/default-network": "b"}),
+    _pods("networks of GKE", "annotations", "network [{", annotations={"networking.gke.io/interfaces": _INTERFACES}),
+    _pods("network of GKE", "annotations", "network b", annotations={"networking.gke.io/default-interface": "b"}),
+    _pods("nodes of KAI", "labels", "node selector kai.scheduler/node-pool=b", labels={"kai.scheduler/node-pool": "b"}),
+    _pods("nodes of Run:ai", "labels", "node selector runai/node-pool=b", labels={"runai/node-pool": "b"}),
+    _pods("part of a GPU", "annotations", "extended resource gpu-fraction", annotations={"gpu-fraction": "0.5"}),
+    _pods("memory of a GPU", "annotations", "extended resource gpu-memory", annotations={"gpu-memory": "2000"}),
+    _pods(
+        "all GPUs of a node",
+        "env[0]",
+        "extended resource NVIDIA_VISIBLE_DEVICES",
+        env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}],
+    ),
+    LimitCase(
+        "scheduler of a gang",
+        {"lifecycle": {"gang": "Coscheduling"}},
+        "spec.lifecycle.gang",
+        "scheduler scheduler-plugins-scheduler",
+    ),
+)
+
+_RESERVED_KEYS = (
+    *("moejob.dev/role", "kueue.x-k8s.io/priority-class", "kueue.x-k8s.io/queue-name", "volcano.sh/queue-name"),
+    *("scheduling.volcano.sh/queue-name", "scheduling.k8s.io/group-name", "scheduling.x-k8s.io/pod-group"),
+    *("kubernetes.io/egress-bandwidth", "batch.kubernetes.io/job-name", "app.kubernetes.io/name", "cdi.k8s.io/gpus"),
+    *("container.apparmor.security.beta.kubernetes.io/trainer", "io.kubernetes.cri-o.Devices", "k8s.io/any"),
+    *("io.kubernetes.cri.untrusted-workload", "topology.kubernetes.io/zone", "danm.k8s.io/interfaces"),
+)
+# Keys that an installation without a limit refuses all the same.
+RESERVED_BY_DEFAULT: tuple[LimitCase, ...] = tuple(
+    _pods(f"{key} in {name}", name, f"{key} is reserved", **{name: {key: "b"}})
+    for key in _RESERVED_KEYS
+    for name in ("labels", "annotations")
+    if not (name == "labels" and "/" not in key)
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +222,34 @@ USER_ROLES = {"moejob-view", "moejob-edit"}
             {"claims": [], "images": ["a/*"]}, {"labels", "reserved", "claims", "images"}, id="those that are given"
         ),
         pytest.param(ALLOWED, {"reserved", *ALLOWED}, id="all"),
+        pytest.param({"requireQueue": True}, {"labels", "reserved"}, id="a queue"),
     ],
 )
 def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Values, checked: set[str]) -> None:
     spec = _limits(helm.render({"limits": limits}), "ValidatingAdmissionPolicy")["spec"]
     assert {variable["name"] for variable in spec["variables"]} == checked
     expressions = {validation["expression"] for validation in spec["validations"]}
-    assert expressions == {f"variables.{name}.size() == 0" for name in checked}
+    [served] = [expression for expression in expressions if "request.namespace" in expression]
+    assert f'["kube-*","{NAMESPACE}"]' in served
+    queue = {"has(object.spec.lifecycle.queue)"} if limits.get("requireQueue") else set()
+    assert expressions == {f"variables.{name}.size() == 0" for name in checked} | {served} | queue
+
+
+@pytest.mark.parametrize(
+    ("values", "unserved"),
+    [
+        pytest.param({}, ["kube-*", NAMESPACE], id="neither Kubernetes' own nor the release's"),
+        pytest.param({"serveOwnNamespace": True}, ["kube-*"], id="the release's, too"),
+        pytest.param({"serveOwnNamespace": True, "limits": {"unservedNamespaces": []}}, [], id="all"),
+        pytest.param({"namespaces": [NAMESPACE, "kube-x"], **CERT_MANAGER}, [], id="those that are named"),
+    ],
+)
+def test_jobs_are_refused_where_no_jobs_are_meant_to_be(helm: Helm, values: Values, unserved: list[str]) -> None:
+    rendered = helm.render(values)
+    limits = json.loads(rendered.environment["MOEJOB_OPERATOR_LIMITS"])
+    assert limits["unservedNamespaces"] == unserved
+    policy = str(_limits(rendered, "ValidatingAdmissionPolicy")["spec"])
+    assert ("request.namespace" in policy) is bool(unserved)
 
 
 @pytest.mark.parametrize(
@@ -323,24 +345,30 @@ def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> 
 @pytest.mark.parametrize(
     ("values", "policy", "reviewed"),
     [
-        pytest.param({}, "Fail", ("NotIn", [NAMESPACE]), id="all namespaces but the operator's own"),
+        pytest.param({}, "Fail", None, id="all namespaces"),
+        pytest.param(
+            {"serveOwnNamespace": True}, "Fail", ("NotIn", [NAMESPACE]), id="but not where the operator runs and serves"
+        ),
         pytest.param(
             {"namespaces": ["a", NAMESPACE], **CERT_MANAGER},
             "Fail",
             ("In", ["a", NAMESPACE]),
             id="those that are named",
         ),
-        pytest.param({"webhook": {"failurePolicy": "Ignore"}}, "Ignore", ("NotIn", [NAMESPACE]), id="unseen"),
+        pytest.param({"webhook": {"failurePolicy": "Ignore"}}, "Ignore", None, id="unseen"),
     ],
 )
 def test_a_job_that_no_replica_has_seen_is_refused_unless_asked_otherwise(
-    helm: Helm, values: Values, policy: str, reviewed: tuple[str, list[str]]
+    helm: Helm, values: Values, policy: str, reviewed: tuple[str, list[str]] | None
 ) -> None:
     rendered = helm.render(values)
     [hook] = rendered.find_one("ValidatingWebhookConfiguration")["webhooks"]
-    [term] = hook["namespaceSelector"]["matchExpressions"]
     assert hook["failurePolicy"] == policy
-    assert (term["key"], term["operator"], term["values"]) == ("kubernetes.io/metadata.name", *reviewed)
+    if reviewed is None:
+        assert "namespaceSelector" not in hook
+    else:
+        [term] = hook["namespaceSelector"]["matchExpressions"]
+        assert (term["key"], term["operator"], term["values"]) == ("kubernetes.io/metadata.name", *reviewed)
     [tried] = [word for word in rendered.find_one("Pod")["spec"]["containers"][0]["command"] if "--namespace=" in word]
     assert tried == f"--namespace={values.get('namespaces', ['default'])[0]}"
 

@@ -91,10 +91,14 @@ def test_jobs_get_a_network_policy_unless_the_chart_is_told_otherwise(told: Told
     assert "networkpolicies" not in str(rendered.find_all("ClusterRole"))
 
 
-@pytest.mark.parametrize("limits", [{}, {"secrets": []}, ALLOWED, {"reserved": []}], ids=["none", "one", "all", "open"])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"secrets": []}, ALLOWED, {"reserved": []}, {"requireQueue": True}],
+    ids=["none", "one", "all", "open", "a queue"],
+)
 def test_the_operator_holds_jobs_to_the_limits_of_the_chart(told: Told, limits: Values) -> None:
     settings, _ = told({"limits": limits})
-    assert settings.limits == JobLimits.model_validate(limits)
+    assert settings.job_limits == JobLimits.model_validate({**limits, "unservedNamespaces": ["kube-*", NAMESPACE]})
 
 
 def test_the_recipe_for_shared_clusters_is_taken_as_it_is(told: Told) -> None:
@@ -109,6 +113,7 @@ def test_the_chart_bounds_limits_as_the_operator_does() -> None:
     offered = json.loads((CHART / "values.schema.json").read_text())["properties"]["limits"]["properties"]
     known = JobLimits.model_json_schema(by_alias=True)["properties"]
     assert set(offered) == set(known)
+    assert offered.pop("requireQueue") == {"description": known["requireQueue"]["description"], "type": "boolean"}
     for name, bounds in offered.items():
         given = next((kind for kind in known[name].get("anyOf", ()) if kind["type"] == "array"), known[name])
         assert (bounds["description"], bounds["items"]) == (known[name]["description"], given["items"])

@@ -7,29 +7,85 @@ from typing import Any
 
 import pytest
 
-from fake_world import World
-from limit_cases import ALLOWED, BEYOND, LimitCase
+from builders import SFT, merge_sections
+from fake_world import KEY, World
+from limit_cases import ALLOWED, BEYOND, OPEN_KEYS, RESERVED_BY_DEFAULT, WAYS_ROUND, LimitCase
 from moejob_api.job.status import ConditionType, Phase
 from moejob_api.rules.limits import JobLimits
+from moejob_operator.admission.review import review_job
 from moejob_operator.validation import Validator, validate_spec
 
 LIMITS = JobLimits.model_validate(ALLOWED)
+# Every way past a limit, with the limits that have to hold it.
+REFUSALS = [
+    pytest.param(limits, case, id=f"{name}-{case.id}")
+    for name, limits, cases in (
+        ("limited", LIMITS, BEYOND),
+        ("open keys", JobLimits.model_validate(OPEN_KEYS), WAYS_ROUND),
+        ("defaults", JobLimits(), RESERVED_BY_DEFAULT),
+    )
+    for case in cases
+]
+
+
+def body(**sections: Any) -> dict[str, Any]:
+    """A job as the API server sends it for review."""
+    metadata = {"name": KEY.name, "namespace": KEY.namespace}
+    spec = merge_sections(SFT, sections)
+    return {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": metadata, "spec": spec}
 
 
 def limited(limits: JobLimits, **sections: Any) -> World:
     """The world of a job under an operator with limits, after its first reconciles."""
-    world = World(validator=Validator(partial(validate_spec, limits=limits)))
+    world = World(validator=Validator(partial(validate_spec, limits=limits), limits))
     world.apply(**sections)
     world.settle()
     return world
 
 
-@pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.id)
-def test_a_job_beyond_a_limit_that_went_past_the_webhook_has_nothing_created(case: LimitCase) -> None:
-    world = limited(LIMITS, **case.sections)
+@pytest.mark.parametrize(("limits", "case"), REFUSALS)
+def test_a_job_beyond_a_limit_that_went_past_the_webhook_has_nothing_created(
+    limits: JobLimits, case: LimitCase
+) -> None:
+    world = limited(limits, **case.sections)
     assert world.condition(ConditionType.ACCEPTED) == "False Limit"
     assert case.says in world.message(ConditionType.ACCEPTED)
     assert [kind for kind, _, _ in world.cluster.objects if kind != "MoETrainingJob"] == []
+
+
+@pytest.mark.parametrize(("limits", "case"), REFUSALS)
+def test_the_webhook_denies_a_job_beyond_a_limit_by_the_field_that_goes_beyond(
+    limits: JobLimits, case: LimitCase
+) -> None:
+    validation = review_job("CREATE", None, body(**case.sections), limits)
+    assert case.says in validation.refusal_text
+    assert case.path in {problem.path for problem in validation.problems}
+
+
+def test_webhook_and_reconciler_refuse_a_job_in_a_namespace_that_is_not_served() -> None:
+    limits = JobLimits(unserved_namespaces=("kube-*", "team"))
+    validation = review_job("CREATE", None, body(), limits)
+    assert "jobs in the namespace team are not served here (kube-*, team)" in validation.refusal_text
+    world = limited(limits)
+    assert world.condition(ConditionType.ACCEPTED) == "False Limit"
+    assert [kind for kind, _, _ in world.cluster.objects if kind != "MoETrainingJob"] == []
+
+
+def test_a_namespace_that_is_served_no_more_keeps_its_jobs() -> None:
+    world = limited(JobLimits(), resources={"gpusPerNode": 1})
+    world.run()
+    world.settle()
+    world.validator = Validator(limits=JobLimits(unserved_namespaces=("team",)))
+    world.settle()
+    assert world.status.phase is Phase.RUNNING
+    assert world.pod_names() == ["0-0", "0-1"]
+
+
+def test_an_installation_that_requires_a_queue_gives_no_pod_to_a_job_without_one() -> None:
+    limits = JobLimits(require_queue=True)
+    assert "limits.requireQueue" in review_job("CREATE", None, body(), limits).refusal_text
+    world = limited(limits)
+    assert world.condition(ConditionType.ACCEPTED) == "False Limit"
 
 
 def test_a_limit_that_comes_later_stops_no_job() -> None:

@@ -32,6 +32,14 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/component: operator
 {{- end }}
 
+{{/* Namespaces that are not served, as JSON: a namespace that `namespaces` names is. */}}
+{{- define "moejob.unserved" -}}
+{{- $unserved := .Values.limits.unservedNamespaces }}
+{{- if not .Values.serveOwnNamespace }}{{ $unserved = append $unserved .Release.Namespace }}{{ end }}
+{{- if .Values.namespaces }}{{ $unserved = list }}{{ end }}
+{{- $unserved | uniq | toJson }}
+{{- end }}
+
 {{/* An image: list VALUES NAME DEFAULT-TAG. */}}
 {{- define "moejob.image" -}}
 {{- $images := index . 0 }}{{ $name := index . 1 }}

@@ -24,8 +24,9 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- $limits := dict }}
 {{- range $name, $allowed := .Values.limits }}
-{{- if kindIs "slice" $allowed }}{{ $_ := set $limits $name $allowed }}{{ end }}
+{{- if not (kindIs "invalid" $allowed) }}{{ $_ := set $limits $name $allowed }}{{ end }}
 {{- end }}
+{{- $_ := set $limits "unservedNamespaces" (include "moejob.unserved" . | fromJsonArray) }}
 {{- include "moejob.setting" (list "limits" $limits) }}
 {{- include "moejob.setting" (list "httpPort" 8080) }}
 {{- include "moejob.setting" (list "leaseName" (include "moejob.name" .)) }}

@@ -19,7 +19,7 @@ from moejob_api.layout.sizes import Layout
 from moejob_api.models.sources import UnseenModel, model_shape
 from moejob_api.planner.plan import Plan, plan_job
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems, namespace_problems
 from moejob_operator.cluster import JobKey
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import Job
@@ -74,14 +74,19 @@ def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_sugges
 class Validator:
     """Caches results: a generation of a job keeps its result for as long as the job and this process live."""
 
-    def __init__(self, check_spec: Callable[[Spec], Validation] = validate_spec) -> None:
+    def __init__(
+        self, check_spec: Callable[[Spec], Validation] = validate_spec, limits: JobLimits = DEFAULT_LIMITS
+    ) -> None:
         self._check_spec = check_spec
+        self._limits = limits
         self._validations: ExpiringCache[Validation] = ExpiringCache()
 
     async def validate_job(self, job: Job) -> Validation:
         """Return the validation of a job."""
         if job.spec is None:
             return Validation(job.problems)
+        if outside := tuple(namespace_problems(job.key.namespace, self._limits)):
+            return Validation(outside)
         cached = self._validations.get(job.key, job.identity)
         if cached is not None:
             return cached

@@ -29,7 +29,16 @@ from cluster.control_plane.releases import (
 )
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
-from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, LimitCase
+from limit_cases import (
+    ALLOWED,
+    BEYOND,
+    OPEN_KEYS,
+    REFUSED_BY_DEFAULT,
+    RESERVED_BY_DEFAULT,
+    WAYS_ROUND,
+    WITHIN,
+    LimitCase,
+)
 from moejob_operator.admission.certificates import make_pair, utc_now
 
 pytestmark = pytest.mark.cluster
@@ -239,6 +248,35 @@ def test_the_api_server_tells_jobs_within_the_limits_from_those_beyond_without_a
             assert "ValidatingAdmissionPolicy 'moejob-limits'" in said, case.id
 
 
+def test_the_api_server_knows_the_other_words_for_what_a_limit_forbids(plane: ControlPlane, tmp_path: Path) -> None:
+    with release(plane, tmp_path) as found:
+        found.install({"webhook": {"enabled": False}, "limits": OPEN_KEYS})
+        tried = path(found.namespace, is_tried_only=True)
+        until(lambda: refusal(plane, tried, WAYS_ROUND[0]), waiting_for="the policy to be in force")
+        missed = {case.id: said for case in WAYS_ROUND if case.says not in (said := refusal(plane, tried, case))}
+        assert missed == {}
+
+
+def test_the_api_server_refuses_jobs_without_a_queue_where_each_needs_one(plane: ControlPlane, tmp_path: Path) -> None:
+    with release(plane, tmp_path) as found:
+        found.install({"webhook": {"enabled": False}, "limits": {"requireQueue": True}})
+        tried = path(found.namespace, is_tried_only=True)
+        until(lambda: refusal(plane, tried, LimitCase("no queue")), waiting_for="the policy to be in force")
+        assert "limits.requireQueue" in refusal(plane, tried, LimitCase("no queue"))
+        assert refusal(plane, tried, LimitCase("a queue", {"lifecycle": {"queue": "team"}})) == ""
+
+
+def test_the_api_server_refuses_jobs_where_the_operator_does_not_serve(plane: ControlPlane, tmp_path: Path) -> None:
+    job = LimitCase("a job that names nothing")
+    with release(plane, tmp_path) as found:
+        found.install({"webhook": {"enabled": False}, "serveOwnNamespace": False})
+        until(lambda: refusal(plane, path("kube-system", is_tried_only=True), job), waiting_for="the policy")
+        for namespace in ("kube-system", "kube-public", found.namespace):
+            said = refusal(plane, path(namespace, is_tried_only=True), job)
+            assert f"jobs in the namespace {namespace} are not served here" in said
+        assert refusal(plane, path("default", is_tried_only=True), job) == ""
+
+
 def test_by_default_jobs_pass_but_for_reserved_keys_and_labels_without_a_prefix(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
@@ -248,6 +286,7 @@ def test_by_default_jobs_pass_but_for_reserved_keys_and_labels_without_a_prefix(
         until(lambda: refusal(plane, tried, BEYOND[-1]), waiting_for="the policy to be in force")
         passed = {case.id for case in BEYOND if not refusal(plane, tried, case)}
         assert passed == {case.id for case in BEYOND} - REFUSED_BY_DEFAULT
+        assert [case.id for case in RESERVED_BY_DEFAULT if case.says not in refusal(plane, tried, case)] == []
 
 
 def refusal(plane: ControlPlane, tried: str, case: LimitCase) -> str:

@@ -19,6 +19,10 @@ class GangScheduler(StrEnum):
     NONE = "None"
 
 
+# Names that these schedulers have unless resources.schedulerName says another.
+GANG_SCHEDULER_NAMES = {GangScheduler.VOLCANO: "volcano", GangScheduler.COSCHEDULING: "scheduler-plugins-scheduler"}
+
+
 class Lifecycle(ApiModel):
     """Starting, stopping and retrying. All but gang and queue may change while the job lives."""
 

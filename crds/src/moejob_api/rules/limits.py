@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 
 from moejob_api.job import Spec
 from moejob_api.job.claims import SCHEME, claims_of_sources
+from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES
 from moejob_api.job.resources import Accelerator
 from moejob_api.problems import Problem, Rule
 
@@ -40,6 +41,26 @@ LabelPairs = tuple[
     ],
     ...,
 ]
+# Keys of labels and annotations; *.k8s.io/* is any whose prefix ends so.
+Keys = tuple[
+    Annotated[
+        str, Field(max_length=512, pattern=r"^(\*\.[A-Za-z0-9][-A-Za-z0-9.]*/\*|[A-Za-z0-9][-A-Za-z0-9_./]*\*?)$")
+    ],
+    ...,
+]
+# Schedulers, quotas, kubelets and container runtimes read these keys, which would say again what other limits forbid:
+# a priority of Kueue's, another queue, or devices of the node by cdi.k8s.io.
+RESERVED_KEYS = (
+    "moejob.dev/*",
+    "kubernetes.io/*",
+    "*.kubernetes.io/*",
+    "k8s.io/*",
+    "*.k8s.io/*",
+    "*.x-k8s.io/*",
+    "io.kubernetes.*",
+    "scheduling.*",
+    "volcano.sh/*",
+)
 
 
 class JobLimits(BaseModel):
@@ -62,9 +83,12 @@ class JobLimits(BaseModel):
     priority_classes: Annotated[Names | None, Field(description="PriorityClasses.")] = None
     runtime_classes: Annotated[Names | None, Field(description="RuntimeClasses.")] = None
     schedulers: Annotated[Names | None, Field(description="Schedulers.")] = None
-    queues: Annotated[Names | None, Field(description="Queues of Kueue and Volcano, also as labels.")] = None
+    queues: Annotated[
+        Names | None, Field(description="Queues, also as labels of Kueue, Volcano, YuniKorn, KAI and Run:ai.")
+    ] = None
+    require_queue: Annotated[bool, Field(description="Whether each job has to name its queue.")] = False
     networks: Annotated[
-        Names | None, Field(description="Networks of Multus, name or namespace/name, also as annotations.")
+        Names | None, Field(description="Networks of Multus and GKE, name or namespace/name, also as annotations.")
     ] = None
     tolerations: Annotated[
         Names | None, Field(description="Keys of tolerated taints; one without a key needs a limit that is absent.")
@@ -79,8 +103,12 @@ class JobLimits(BaseModel):
     ] = (_PREFIXED,)
     annotations: Annotated[Pairs | None, Field(description="Further annotations of pods, as key=value.")] = None
     reserved: Annotated[
-        Names, Field(description="Keys that no label and no annotation of a job may have, whatever else is allowed.")
-    ] = ("moejob.dev/*", "app.kubernetes.io/*")
+        Keys,
+        Field(description="Keys that a label or annotation has only where its limit names the whole key and a value."),
+    ] = RESERVED_KEYS
+    unserved_namespaces: Annotated[
+        Names, Field(description="Namespaces whose jobs are refused where all others are served.")
+    ] = ("kube-*",)
 
 
 DEFAULT_LIMITS = JobLimits()
@@ -116,10 +144,21 @@ def limit_problems(spec: Spec, limits: JobLimits) -> Iterator[Problem]:
         for reference in () if allowed is None else limited.references(spec):
             if not is_among(reference.name, allowed or ()):
                 yield Problem(Rule.LIMIT, reference.path, _refusal_message(limited, reference, allowed or ()))
-    for reference in _key_references(spec):
+    for reference in _key_references(spec, limits):
         if is_among(reference.name, limits.reserved):
-            message = f"the key {reference.name} is reserved here ({', '.join(limits.reserved)}); choose another"
-            yield Problem(Rule.LIMIT, reference.path, message)
+            yield Problem(Rule.LIMIT, reference.path, _reserved_message(reference.name, limits.reserved))
+    if limits.require_queue and spec.lifecycle.queue is None:
+        yield Problem(Rule.LIMIT, "spec.lifecycle.queue", REQUIRED_QUEUE)
+
+
+def namespace_problems(namespace: str, limits: JobLimits) -> Iterator[Problem]:
+    """The problem of a job in a namespace that is not served."""
+    if is_among(namespace, limits.unserved_namespaces):
+        message = (
+            f"jobs in the namespace {namespace} are not served here ({', '.join(limits.unserved_namespaces)}); create "
+            "the job in another namespace"
+        )
+        yield Problem(Rule.LIMIT, "metadata.namespace", message)
 
 
 def is_among(name: str, allowed: tuple[str, ...]) -> bool:
@@ -131,6 +170,9 @@ def _is_match(name: str, pattern: str) -> bool:
     if pattern == _PREFIXED:
         # No value of a label has a slash.
         return "/" in name
+    if pattern.startswith("*."):
+        # A key has one slash, behind its prefix.
+        return pattern[1:-1] in name
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
@@ -139,6 +181,13 @@ def _refusal_message(limited: LimitedName, reference: _NameReference, allowed: t
     return (
         f"{limited.noun} {reference.name or 'without a name'} is beyond the limits of this installation, which "
         f"allow {allowed_text}; remove it, or ask those who run the operator for limits.{limited.value_name}"
+    )
+
+
+def _reserved_message(key: str, reserved: tuple[str, ...]) -> str:
+    return (
+        f"the key {key} is reserved here ({', '.join(reserved)}); choose another, or the field of the job that stands "
+        "for it"
     )
 
 
@@ -181,6 +230,23 @@ def _queue_references(spec: Spec) -> Iterator[_NameReference]:
     yield from _references_under_keys(spec, _QUEUE_KEYS)
 
 
+def _scheduler_references(spec: Spec) -> Iterator[_NameReference]:
+    if spec.resources.scheduler_name is not None:
+        yield _NameReference("spec.resources.schedulerName", spec.resources.scheduler_name)
+    elif spec.lifecycle.gang in GANG_SCHEDULER_NAMES:
+        yield _NameReference("spec.lifecycle.gang", GANG_SCHEDULER_NAMES[spec.lifecycle.gang])
+
+
+def _priority_references(spec: Spec) -> Iterator[_NameReference]:
+    yield from _optional_reference("spec.resources.priorityClassName", spec.resources.priority_class_name)
+    yield from _references_under_keys(spec, _PRIORITY_KEYS)
+
+
+def _node_selector_references(spec: Spec) -> Iterator[_NameReference]:
+    yield from _pair_references("nodeSelector", spec.resources.node_selector)
+    yield from _pairs_under_keys(spec, _NODE_POOL_KEYS)
+
+
 def _network_references(spec: Spec) -> Iterator[_NameReference]:
     rdma = spec.resources.rdma
     texts = (
@@ -205,6 +271,10 @@ def _extended_resource_references(spec: Spec) -> Iterator[_NameReference]:
     yield from _optional_reference(
         "spec.resources.rdma.resource", None if resources.rdma is None else resources.rdma.resource
     )
+    for index, variable in enumerate(resources.env):
+        if variable.name == _DEVICES_VARIABLE:
+            yield _NameReference(f"spec.resources.env[{index}]", variable.name)
+    yield from _present_keys(spec, _GPU_SHARE_KEYS)
 
 
 def _references_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
@@ -212,9 +282,23 @@ def _references_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameR
         yield from (_NameReference(f"spec.resources.{name}", texts[key]) for key in keys if key in texts)
 
 
-def _key_references(spec: Spec) -> Iterator[_NameReference]:
+def _pairs_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
     for name, texts in _pod_metadata(spec):
-        yield from (_NameReference(f"spec.resources.{name}", key) for key in texts)
+        yield from (_NameReference(f"spec.resources.{name}", f"{key}={texts[key]}") for key in keys if key in texts)
+
+
+def _present_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
+    for name, texts in _pod_metadata(spec):
+        yield from (_NameReference(f"spec.resources.{name}", key) for key in keys if key in texts)
+
+
+def _key_references(spec: Spec, limits: JobLimits) -> Iterator[_NameReference]:
+    """Keys of a job that its limits do not name whole: to write a reserved key there is to allow it."""
+    for name, texts in _pod_metadata(spec):
+        pairs: tuple[str, ...] = getattr(limits, name) or ()
+        for key in texts:
+            if not any(pair.startswith(f"{key}=") for pair in pairs):
+                yield _NameReference(f"spec.resources.{name}", key)
 
 
 def _pod_metadata(spec: Spec) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -226,8 +310,31 @@ def _pair_references(name: str, texts: Mapping[str, str]) -> Iterator[_NameRefer
     return (_NameReference(f"spec.resources.{name}", f"{key}={value}") for key, value in texts.items())
 
 
-_QUEUE_KEYS = ("kueue.x-k8s.io/queue-name", "scheduling.volcano.sh/queue-name", "volcano.sh/queue-name")
-_NETWORK_KEYS = ("k8s.v1.cni.cncf.io/networks", "v1.multus-cni.io/default-network")
+# Of Kueue, Volcano, YuniKorn (both), KAI and Run:ai (both).
+_QUEUE_KEYS = (
+    "kueue.x-k8s.io/queue-name",
+    "scheduling.volcano.sh/queue-name",
+    "volcano.sh/queue-name",
+    "yunikorn.apache.org/queue",
+    "queue",
+    "kai.scheduler/queue",
+    "runai/queue",
+    "project",
+)
+# Of Kueue, KAI and Run:ai.
+_PRIORITY_KEYS = ("kueue.x-k8s.io/priority-class", "priorityClassName")
+_NETWORK_KEYS = (
+    "k8s.v1.cni.cncf.io/networks",
+    "v1.multus-cni.io/default-network",
+    "networking.gke.io/interfaces",
+    "networking.gke.io/default-interface",
+)
+_NODE_POOL_KEYS = ("kai.scheduler/node-pool", "runai/node-pool")
+# KAI and Run:ai give a pod a part of a GPU for these, although it asks for no resource.
+_GPU_SHARE_KEYS = ("gpu-fraction", "gpu-memory", "gpu-fraction-num-devices")
+# NVIDIA's container runtime gives a container the GPUs that this variable names, as many as there are.
+_DEVICES_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
+REQUIRED_QUEUE = "a job has to name its queue here (limits.requireQueue); set queue"
 
 _PODS = "object.spec.resources"
 
@@ -249,6 +356,19 @@ def _values_cel(keys: tuple[str, ...]) -> str:
     )
 
 
+def _pairs_of_keys_cel(keys: tuple[str, ...]) -> str:
+    """CEL of the labels and annotations under some keys, as key=value."""
+    return " + ".join(
+        f"{list(keys)}.filter(k, k in {_PODS}.{name}).map(k, k + '=' + {_PODS}.{name}[k])"
+        for name in ("labels", "annotations")
+    )
+
+
+def _present_keys_cel(keys: tuple[str, ...]) -> str:
+    """CEL of the keys among some that a label or annotation has."""
+    return " + ".join(f"{list(keys)}.filter(k, k in {_PODS}.{name})" for name in ("labels", "annotations"))
+
+
 def _pairs_cel(name: str) -> str:
     return f"{_PODS}.{name}.map(k, k + '=' + {_PODS}.{name}[k])"
 
@@ -257,6 +377,9 @@ _SOURCES = (
     "([object.spec.model.source] + object.spec.data.train.map(d, d.source) + object.spec.data.eval.map(d, d.source) + "
     f"{_optional_cel('object.spec.checkpoint.resumeFrom')})"
 )
+_SCHEDULER_NAMES = {gang.value: name for gang, name in GANG_SCHEDULER_NAMES.items()}
+_GANG = "object.spec.lifecycle.gang"
+_GANG_SCHEDULERS = f"{_GANG} in {_SCHEDULER_NAMES} ? [{_SCHEDULER_NAMES}[{_GANG}]] : []"
 _NETWORKS = f"(has({_PODS}.rdma) ? {_optional_cel(f'{_PODS}.rdma.networks')} : []) + {_values_cel(_NETWORK_KEYS)}"
 
 LIMITED_NAMES: tuple[LimitedName, ...] = (
@@ -303,8 +426,8 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
     LimitedName(
         "priority_classes",
         "priority class",
-        lambda spec: _optional_reference("spec.resources.priorityClassName", spec.resources.priority_class_name),
-        _optional_cel(f"{_PODS}.priorityClassName"),
+        _priority_references,
+        f"{_optional_cel(f'{_PODS}.priorityClassName')} + {_values_cel(_PRIORITY_KEYS)}",
     ),
     LimitedName(
         "runtime_classes",
@@ -315,8 +438,8 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
     LimitedName(
         "schedulers",
         "scheduler",
-        lambda spec: _optional_reference("spec.resources.schedulerName", spec.resources.scheduler_name),
-        _optional_cel(f"{_PODS}.schedulerName"),
+        _scheduler_references,
+        f"(has({_PODS}.schedulerName) ? [{_PODS}.schedulerName] : {_GANG_SCHEDULERS})",
     ),
     LimitedName(
         "queues",
@@ -338,13 +461,14 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         "extended resource",
         _extended_resource_references,
         f"({_PODS}.accelerator == '{Accelerator.CPU}' ? [] : [{_PODS}.gpuResource]) + "
-        f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : [])",
+        f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : []) + "
+        f"{_PODS}.env.filter(i, i.name == '{_DEVICES_VARIABLE}').map(i, i.name) + {_present_keys_cel(_GPU_SHARE_KEYS)}",
     ),
     LimitedName(
         "node_selectors",
         "node selector",
-        lambda spec: _pair_references("nodeSelector", spec.resources.node_selector),
-        _pairs_cel("nodeSelector"),
+        _node_selector_references,
+        f"{_pairs_cel('nodeSelector')} + {_pairs_of_keys_cel(_NODE_POOL_KEYS)}",
     ),
     LimitedName(
         "labels", "label", lambda spec: _pair_references("labels", spec.resources.labels), _pairs_cel("labels")
@@ -356,10 +480,14 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         _pairs_cel("annotations"),
     ),
 )
-_KEYS = f"{_PODS}.labels.map(k, k) + {_PODS}.annotations.map(k, k)"
 
 
 def limits_in_cel() -> JsonValue:
     """Return the places of names in a job, by limit as the chart calls it, for its ValidatingAdmissionPolicy."""
     limits: JsonValue = {limited.value_name: {"noun": limited.noun, "asked": limited.cel} for limited in LIMITED_NAMES}
-    return {"limits": limits, "reserved": _KEYS}
+    return {
+        "limits": limits,
+        "keys": {name: f"{_PODS}.{name}.map(k, k)" for name in ("labels", "annotations")},
+        "hasQueue": "has(object.spec.lifecycle.queue)",
+        "requiredQueue": REQUIRED_QUEUE,
+    }

@@ -16,7 +16,7 @@ import kopf
 
 from moejob_api.documents import parse_job
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, namespace_problems
 from moejob_operator.validation import Validation, validate_spec
 
 # kopf calls the handler of this name for a review that comes to this path.
@@ -106,7 +106,8 @@ def _validate_change(operation: object, old: object, new: object, limits: JobLim
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
-        return validate_raw_job(new, limits, with_suggestions=False)
+        outside = tuple(namespace_problems(_namespace_of(new), limits))
+        return Validation(outside) if outside else validate_raw_job(new, limits, with_suggestions=False)
     # A job that is labelled, finished or deleted keeps its spec, which earlier rules may have accepted.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
         return Validation()
@@ -141,6 +142,11 @@ def denial_status(validation: Validation) -> dict[str, Any]:
 def shown_warnings(validation: Validation) -> list[str]:
     """Return the warnings that the API server passes on."""
     return [text[:_WARNING_CHARACTERS] for text in _all_warnings(validation)][:_WARNINGS]
+
+
+def _namespace_of(raw: object) -> str:
+    metadata = raw.get("metadata") if isinstance(raw, Mapping) else None
+    return str(metadata.get("namespace") or "") if isinstance(metadata, Mapping) else ""
 
 
 def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

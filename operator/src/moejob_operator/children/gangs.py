@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from moejob_api.contract.pods import Label, PodRole
-from moejob_api.job.lifecycle import GangScheduler, Lifecycle
+from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES, GangScheduler, Lifecycle
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import Attempt, job_metadata
 from moejob_operator.children.placement import pods_per_group
@@ -33,7 +33,6 @@ _APIS = {
     GangScheduler.COSCHEDULING: GangApi.COSCHEDULING,
     GangScheduler.KUEUE: GangApi.KUEUE,
 }
-_SCHEDULERS = {GangScheduler.VOLCANO: "volcano", GangScheduler.COSCHEDULING: "scheduler-plugins-scheduler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +177,5 @@ def _queue_labels(attempt: Attempt) -> dict[str, str]:
 def _scheduler_field(attempt: Attempt) -> dict[str, Any]:
     # The job's own choice wins: both schedulers may run under other names.
     scheduler_name = attempt.spec.resources.scheduler_name
-    return {"schedulerName": scheduler_name or _SCHEDULERS[attempt.gang]} if attempt.gang in _SCHEDULERS else {}
+    default_name = GANG_SCHEDULER_NAMES.get(attempt.gang)
+    return {} if default_name is None else {"schedulerName": scheduler_name or default_name}

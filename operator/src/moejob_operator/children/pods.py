@@ -17,7 +17,7 @@ from moejob_operator.children.volumes import pod_volumes, volume_mounts
 
 # The group that owns files on volumes; images run as a user of this group.
 GROUP_ID = 65532
-# Autoscalers that tidy up half-empty nodes would restart a whole gang each time; a job's own word wins.
+# Autoscalers that tidy up half-empty nodes would restart a whole gang each time; a job's own annotation wins.
 _STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 # An engine may load for half an hour; after that the kubelet restarts an engine that is silent for five minutes.
 _LOADING_PROBES, _LIVING_PROBES = 180, 10

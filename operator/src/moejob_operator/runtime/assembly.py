@@ -93,7 +93,7 @@ async def assemble_replica(stack: AsyncExitStack, settings: Settings) -> Replica
 def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
-    validator = Validator(partial(validate_spec, limits=settings.limits))
+    validator = Validator(partial(validate_spec, limits=settings.job_limits), settings.job_limits)
     reconciler = Reconciler(validator, OperatorSetting(images, gangs.served_apis, network), lambda: datetime.now(UTC))
 
     async def reconcile(key: JobKey) -> float | None:

@@ -70,7 +70,7 @@ class Operator:
     @property
     def limits(self) -> JobLimits:
         """The names that jobs may ask for."""
-        return self._parts.settings.limits
+        return self._parts.settings.job_limits
 
     @property
     def session(self) -> KopfSession:

@@ -122,6 +122,11 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def job_limits(self) -> JobLimits:
+        """The limits of jobs. A namespace that the settings name is served, whatever its name."""
+        return self.limits.model_copy(update={"unserved_namespaces": ()}) if self.namespaces else self.limits
+
+    @property
     def lease_durations(self) -> LeaseDurations:
         """The terms of the election."""
         return LeaseDurations(self.lease_seconds, self.renew_deadline_seconds, self.retry_seconds)
