@@ -19,7 +19,14 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
-from moejob_trainer.objectives.grpo.rollout_batch import Author, Rollout, RolloutBatch, TokenSpan, build_rollout_batch
+from moejob_trainer.objectives.grpo.rollout_batch import (
+    Author,
+    Rollout,
+    RolloutBatch,
+    RolloutRow,
+    TokenSpan,
+    build_rollout_batch,
+)
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.training import UpdateResult
 from moejob_trainer.training.micro_batch import Array
@@ -118,20 +125,19 @@ def recorded(folder: Path) -> RolloutBatch:
     """Answers of random tokens, of which engines say nearly what Transformers does."""
     random = np.random.default_rng(11)
     model, rollouts = _model(folder), []
-    for asked, said in LENGTHS:
+    for number, (asked, said) in enumerate(LENGTHS):
         tokens = random.integers(3, 38, asked + said).astype(np.int32)
         with torch.no_grad():
             own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy() + random.normal(0, 0.1, said)
         spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
-        rollouts.append(Rollout(spans, is_truncated=False))
+        rollouts.append(Rollout((RolloutRow(spans),), number // GROUP_SIZE, is_truncated=False))
     return build_rollout_batch(rollouts, REWARDS)
 
 
 def replayed(answers: RolloutBatch) -> RolloutBatch:
     """The same answers with experts that no router chose, of the four layers of the Qwen3-MoE of these tests."""
     parts = (
-        random_choices(number, tokens, (4, 8, 3))
-        for number, tokens in enumerate(answers.split_by_rollout(answers.tokens))
+        random_choices(number, tokens, (4, 8, 3)) for number, tokens in enumerate(answers.split_by_row(answers.tokens))
     )
     return replace(answers, routing=np.concatenate([*parts]))
 
@@ -147,7 +153,7 @@ def by_transformers(folder: Path, answers: RolloutBatch) -> tuple[float, float]:
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / spread).flatten()
     count, loss = sum(said for _, said in LENGTHS), 0.0
     for number, (asked, said) in enumerate(LENGTHS):
-        start = int(answers.starts[number])
+        start = int(answers.row_starts[number])
         tokens = answers.tokens[start : start + asked + said]
         choices = None if answers.routing is None else answers.routing[start : start + asked + said]
         own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens, choices))

@@ -39,11 +39,16 @@ from moejob_trainer.objectives.grpo.loss import (
 from moejob_trainer.objectives.grpo.sampling import has_all_rewards, has_signal, overlong_penalty
 
 
+def full_group_advantages(kind: AdvantageEstimator, rewards: Any, token_rewards: Any) -> Any:
+    """Return advantages of groups of one size. rewards [groups, members]"""
+    return compute_advantages(kind, rewards.flatten(), np.arange(rewards.size) // rewards.shape[1], token_rewards)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """The functions that are checked."""
 
-    advantages: Callable[..., Any] = compute_advantages
+    advantages: Callable[..., Any] = full_group_advantages
     log_ratios: Callable[..., Any] = compute_log_ratios
     policy_loss: Callable[..., Any] = policy_loss
     divergence: Callable[..., Any] = estimate_kl

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from moejob_api.job.grpo import AdvantageEstimator, LossAggregation
-from moejob_trainer.objectives.grpo.advantages import compute_advantages
 from moejob_trainer.objectives.grpo.loss import LossMask
-from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
+from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens, full_group_advantages
 
 REAL = Implementation()
 
@@ -35,16 +34,16 @@ def _off_by_one(answers: LossMask) -> LossMask:
 
 MISTAKES: dict[str, Implementation] = {
     "advantages with their sign turned": replace(
-        REAL, advantages=lambda kind, rewards, own: [-value for value in compute_advantages(kind, rewards, own)]
+        REAL, advantages=lambda kind, rewards, own: [-value for value in full_group_advantages(kind, rewards, own)]
     ),
     "advantages over the step instead of the group": replace(
-        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards.reshape(1, -1), own)
+        REAL, advantages=lambda kind, rewards, own: full_group_advantages(kind, rewards.reshape(1, -1), own)
     ),
     "advantages over the wrong axis": replace(
-        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards.T, own)
+        REAL, advantages=lambda kind, rewards, own: full_group_advantages(kind, rewards.T, own)
     ),
     "penalties of tokens left out": replace(
-        REAL, advantages=lambda kind, rewards, own: compute_advantages(kind, rewards, [value * 0 for value in own])
+        REAL, advantages=lambda kind, rewards, own: full_group_advantages(kind, rewards, [value * 0 for value in own])
     ),
     "ratio turned over": replace(
         REAL, log_ratios=lambda level, new, old, own: REAL.log_ratios(level, old, new, own)
@@ -114,7 +113,7 @@ GROUPED = (AdvantageEstimator.GRPO, AdvantageEstimator.DR_GRPO, AdvantageEstimat
 
 
 def _found(kind: AdvantageEstimator, rewards: Any) -> Any:
-    return np.array([value[0] for value in compute_advantages(kind, rewards, [np.zeros(1)] * rewards.size)])
+    return np.array([value[0] for value in full_group_advantages(kind, rewards, [np.zeros(1)] * rewards.size)])
 
 
 @pytest.mark.parametrize("kind", AdvantageEstimator)

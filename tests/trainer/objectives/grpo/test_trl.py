@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moejob_api.job.grpo import AdvantageEstimator, Grpo
 from moejob_trainer.data.packing import BatchPlan, build_global_batch, total_loss_weight
-from moejob_trainer.objectives.grpo.advantages import compute_advantages
 from moejob_trainer.objectives.grpo.loss import (
     ADVANTAGE,
     ENGINE,
@@ -26,6 +25,7 @@ from moejob_trainer.objectives.grpo.loss import (
 )
 from moejob_trainer.training.interface import TokenOutputs
 from moejob_trainer.training.micro_batch import Document
+from trainer.objectives.grpo.by_hand import full_group_advantages
 
 PYTHON = Path(__file__).parents[4] / ".venv/trl/bin/python"
 GROUPS, MEMBERS, PROMPT, MOST = 3, 4, 2, 9
@@ -129,7 +129,7 @@ PLANS = {
 def _documents(grpo: Grpo) -> tuple[list[Document], list[Any]]:
     found = {name: tensor.numpy() for name, tensor in _tensors().items()}
     rewards = found["rewards"].reshape(GROUPS, MEMBERS)
-    learned = compute_advantages(grpo.advantage, rewards, [np.zeros(length) for length in LENGTHS])
+    learned = full_group_advantages(grpo.advantage, rewards, [np.zeros(length) for length in LENGTHS])
     weighed = compute_token_weights(grpo.loss_aggregation, LENGTHS, [n // MEMBERS for n in range(len(LENGTHS))], MOST)
     documents = []
     for number, length in enumerate(LENGTHS):
@@ -201,7 +201,7 @@ def test_a_step_with_its_sign_turned_is_another(by_trl: Any) -> None:
 def test_rloo_is_dr_grpo_by_a_factor_of_the_group() -> None:
     rewards = np.random.default_rng(0).normal(size=(2, 4))
     found = [
-        np.array([value[0] for value in compute_advantages(kind, rewards, [np.zeros(1)] * 8)])
+        np.array([value[0] for value in full_group_advantages(kind, rewards, [np.zeros(1)] * 8)])
         for kind in (AdvantageEstimator.RLOO, AdvantageEstimator.DR_GRPO)
     ]
     np.testing.assert_allclose(found[0], found[1] * 4 / 3)

@@ -57,7 +57,7 @@ def _update(grpo: Grpo, epoch: int, ratios: tuple[float, ...]) -> tuple[LossTerm
     extras = rollout_batch.build_loss_inputs(
         step, rollout_batch.compute_token_advantages(grpo, step, old, None), old, None
     )
-    members = rollout_batch.plan_updates(len(step.rewards), grpo, 1, (0, 0))[epoch]
+    members = rollout_batch.plan_updates(step.group_of_rollout, grpo, 1, (0, 0))[epoch]
     documents = rollout_batch.build_documents(grpo, step, members, extras)
     (batch,) = build_rank_batch(documents, PLAN, 0)
     starts = {members[place]: start for place, start in zip(batch.documents, batch.cu_lengths.tolist(), strict=False)}

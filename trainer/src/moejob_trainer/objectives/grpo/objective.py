@@ -39,11 +39,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from moejob_api.job.grpo import Grpo, KlTarget
@@ -154,7 +153,7 @@ class GroupRelativePolicyOptimization:
         loss_inputs = rollout_batch.build_loss_inputs(batch, advantages, old, reference)
         seed, update_count = (self.settings.seed, step), self.settings.updates
         has_update = False
-        for members in rollout_batch.plan_updates(len(batch.rewards), self._grpo, update_count, seed):
+        for members in rollout_batch.plan_updates(batch.group_of_rollout, self._grpo, update_count, seed):
             documents = rollout_batch.build_documents(self._grpo, batch, members, loss_inputs)
             # overlong.filter may leave an update without any weight; an optimizer step on it would still move weights.
             if any(document.loss_weight for document in documents):
@@ -299,4 +298,6 @@ class GroupRelativePolicyOptimization:
 
 def batch_arrays(batch: RolloutBatch) -> dict[str, Array]:
     """Return the arrays of a step by name."""
-    return {name: values for name, values in vars(batch).items() if isinstance(values, np.ndarray)}
+    # Fields alone: what a batch has computed about itself, every rank computes from them.
+    arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: values for name, values in arrays.items() if values is not None}

@@ -14,7 +14,7 @@ from moejob_trainer.rollouts.interface import FinishReason
 
 def reward_metrics(sampled: SampledGroups, names: Sequence[str]) -> dict[str, float]:
     """Return the numbers of a step's rewards and answers."""
-    rewards = np.array([group.rewards for group in sampled.groups])
+    rewards = np.concatenate([group.rewards for group in sampled.groups])
     answers = [answer for group in sampled.groups for answer in group.answers]
     lengths = np.array([len(answer.answer.tokens) for answer in answers])
     by_name = {f"reward/{name}": float(np.mean([answer.score.parts[name] for answer in answers])) for name in names}
@@ -23,7 +23,8 @@ def reward_metrics(sampled: SampledGroups, names: Sequence[str]) -> dict[str, fl
         "rewardStd": float(rewards.std()),
         **by_name,
         "groups": float(len(sampled.groups)),
-        "groupsWithoutSignal": float((~has_signal(rewards)).sum()),
+        # A group at a time: they may have different numbers of rollouts.
+        "groupsWithoutSignal": float(sum(not has_signal(np.array([group.rewards]))[0] for group in sampled.groups)),
         "groupsDropped": float(sampled.dropped),
         "groupsReplaced": float(sampled.replaced),
         "generatedTokens": float(sampled.tokens),
