@@ -67,7 +67,7 @@ class CurrentReview:
 
 
 # kopf hands the context of a request on to the thread of its handler.
-current_review: ContextVar[CurrentReview] = ContextVar("at_hand")
+current_review: ContextVar[CurrentReview] = ContextVar("current_review")
 
 
 def answer_review(operation: str, warnings: list[str], limits: JobLimits) -> None:

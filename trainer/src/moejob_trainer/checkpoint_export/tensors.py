@@ -42,7 +42,7 @@ class CheckpointTensors:
 
     @classmethod
     def open(cls, folder: Path, table: TensorTable) -> CheckpointTensors:
-        """Read the headers of a checkpoint; OtherState where it holds a parameter in another shape."""
+        """Read the headers of a checkpoint; IncompatibleState where it holds a parameter in another shape."""
         shards_by_parameter: dict[str, list[StoredShard]] = {}
         for path in sorted(folder.glob("state-*.safetensors")):
             for stored_shard in shards_in(folder, path.name):

@@ -95,7 +95,7 @@ def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
 
 
 def require_shape(parameter: Parameter, stored: Sequence[StoredShard], folder: Path) -> None:
-    """Raise OtherState for another shape: a part of a larger tensor would fit, and mean something else."""
+    """Raise IncompatibleState for another shape: a part of a larger tensor would fit, and mean something else."""
     other_shapes = sorted({stored_shard.shape for stored_shard in stored} - {parameter.shape})
     if other_shapes:
         raise IncompatibleState(
@@ -114,7 +114,7 @@ class ShardFiles:
     readers: int = 1
 
     def fill_shard(self, target: Tensor, shard: ShardSpec, stored: Sequence[StoredShard], description: str) -> None:
-        """Read a shard of a tensor out of the stored ones that overlap it; OtherState where they lack a part."""
+        """Read a shard of a tensor out of the stored ones that overlap it; IncompatibleState where they lack a part."""
         missing = shard.element_count
         for source in stored:
             common = shard.overlap(source.shard)

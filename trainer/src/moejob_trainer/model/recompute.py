@@ -20,9 +20,9 @@ from moejob_trainer.model.adapters import dropout_key
 
 R = TypeVar("R")
 
-_is_recomputing: ContextVar[bool] = ContextVar("computes_again", default=False)
+_is_recomputing: ContextVar[bool] = ContextVar("_is_recomputing", default=False)
 # The storages that will be discarded as soon as they have been used.
-_discarded: ContextVar[frozenset[int]] = ContextVar("discarded", default=frozenset())
+_discarded: ContextVar[frozenset[int]] = ContextVar("_discarded", default=frozenset())
 
 
 def _keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:

@@ -134,7 +134,7 @@ class EngineFleet:
         return await self.connection.post(engine.url + path, body, seconds or self.limits.silence_seconds)
 
     async def acquire(self, group: int) -> RolloutEngine:
-        """Return the engine for a member of a group, once one has room; NoEngine when none has come for long."""
+        """Return the engine for a group's member, once one has room; NoEngineAvailable when none has come for long."""
         async with self._changed:
             while (engine := self._choose_engine(group)) is None:
                 await self._wait_for_change()

@@ -88,7 +88,7 @@ def probe_request_body(tokens: Tokens) -> dict[str, Any]:
 
 
 def read_answer(request: GenerationRequest, sampling: SamplingParams, body: bytes, run: str) -> Answer:
-    """Return the answer to a request; BadAnswer where the engine's weights are not of this run of the trainer."""
+    """Return the answer to a request; BadReply where the engine's weights are not of this run of the trainer."""
     reply = _parse_reply(EngineAnswer, body)
     tokens, log_probabilities = (_parse_numbers(reply.tokens, "<i4"), _parse_numbers(reply.log_probabilities, "<f4"))
     count = len(tokens)
