@@ -56,6 +56,7 @@ FLAGS = frozenset({"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"})
 # Writes elsewhere than through the helper, by file and way, each with the reason.
 ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/runtime/disk.py", "write_bytes"): "the helper",
+    (f"{TRAINER}/runtime/disk.py", "open"): "the helper",
     (f"{TRAINER}/runtime/disk.py", "rename"): "the helper",
     (f"{TRAINER}/runtime/disk.py", "hardlink_to"): "the helper",
     (f"{TRAINER}/runtime/disk.py", "truncate"): "the helper: cuts half a line and syncs",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 from moejob_trainer.loop import LoopOutcome, TrainingRun, run_training_loop
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.training import LossFunction, LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 
 
@@ -54,10 +54,10 @@ class World:
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:  # noqa: ARG002
         raise AssertionError("there is no batch")
 
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
+    def snapshot_state(self) -> ObjectiveState:
+        return ObjectiveState({})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: ObjectiveState) -> None: ...
 
     def begin_step(self, step: int) -> None:
         self.steps.append(step)

@@ -17,6 +17,7 @@ from moejob_api.layout.sizes import derive_layout as layout_of
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
 from moejob_trainer.objectives.grpo.rollout_batch import (
@@ -80,11 +81,11 @@ class RecordedSource:
         """Nothing is measured."""
         return {}
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Nothing is kept."""
-        return {}
+        return ObjectiveState({})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Nothing is kept."""
 
 

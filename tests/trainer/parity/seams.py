@@ -21,6 +21,7 @@ from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.loop import LoopOutcome, TrainingRun, run_training_loop
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.training import (
     Document,
     LossTerms,
@@ -83,11 +84,11 @@ class MovedTokens:
             },
         )
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Nothing: batches are made from the number of the step."""
-        return {}
+        return ObjectiveState({})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Nothing."""
 
     def _half(self, step: int, number: int) -> list[MicroBatch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import load_pretrained
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine
 from moejob_trainer.training.learning_rate import learning_rate
 from trainer.parity.cells import (
@@ -71,10 +72,10 @@ class Parts:
     def has_agreed(self) -> bool:
         return False
 
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
+    def snapshot_state(self) -> ObjectiveState:
+        return ObjectiveState({})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: ObjectiveState) -> None: ...
 
 
 def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviation]:

@@ -26,6 +26,7 @@ from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.grpo.collecting import PromptSets, RolloutCollector
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
@@ -380,10 +381,10 @@ def test_a_long_answer_pays_its_penalty(started: Callable[..., Run]) -> None:
 def test_a_resumed_run_asks_the_prompts_that_come_next_with_the_same_seeds(started: Callable[..., Run]) -> None:
     whole = started(_grpo(), _first_is_right)
     whole.step(0)
-    saved = json.loads(json.dumps(whole.objective.state_dict()))
+    saved = ObjectiveState(json.loads(json.dumps(whole.objective.snapshot_state().entries)))
     whole.step(1)
     resumed = started(_grpo(), _first_is_right)
-    resumed.objective.load_state_dict(saved)
+    resumed.objective.load_state(saved)
     resumed.step(1)
     expected = [(request.group, request.member, request.seed) for request in whole.engines.asked[4:]]
     assert [(request.group, request.member, request.seed) for request in resumed.engines.asked] == expected

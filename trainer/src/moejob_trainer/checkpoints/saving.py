@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,11 +23,14 @@ from moejob_api.job.storage import ResumeMode
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import CheckpointStore, GoodCheckpoint, PendingWrite, SaveRequest
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refuse_other_adapters
+from moejob_trainer.checkpoints.array_file import read_arrays, size_bytes, write_arrays
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.coordination import run_on_all_ranks
+from moejob_trainer.distributed.encoding import NOTHING
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.evaluation.ranking import EvaluationScore
-from moejob_trainer.objectives import Objective
+from moejob_trainer.objectives import Objective, ObjectiveState
 from moejob_trainer.runtime.disk import Disk
 from moejob_trainer.runtime.heartbeats import Heartbeat, working_heartbeat
 
@@ -35,6 +38,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _COUNTERS = "run-state.json"
+# The arrays of the objective, where it has any.
+_ARRAYS = "objective-state.safetensors"
 _PACKAGES = ("torch", "megatron-core", "transformers")
 
 
@@ -104,7 +109,7 @@ class Evaluations(Protocol):
 
 @dataclass(slots=True)
 class RunWriter:
-    """Writes the tensors, and on rank 0 the counters beside them."""
+    """Writes the tensors, and on rank 0 the counters and the state of the objective beside them."""
 
     state: ModelState
     objective: Objective
@@ -112,6 +117,15 @@ class RunWriter:
     adapter_facts: AdapterFacts
     is_first: bool
     step: int = 0
+    # Arrays of the objective: gigabytes with the experts of many tokens.
+    background: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "arrays"))
+    _snapshot: ObjectiveState | None = None
+
+    def take_snapshot(self, step: int) -> int:
+        """Take the objective's state for the save after a step; return the bytes of its arrays."""
+        self.step = step
+        self._snapshot = self.objective.snapshot_state() if self.is_first else None
+        return 0 if self._snapshot is None else size_bytes(self._snapshot.arrays)
 
     def continue_from(self, resumed_facts: AdapterFacts) -> None:
         """Save frozen weights only where the resumed state holds them; otherwise the published model has them."""
@@ -120,24 +134,29 @@ class RunWriter:
             self.state.leave_published()
 
     def start_writing(self, folder: Path) -> PendingWrite:
-        """Begin to write the tensors of this rank; on rank 0, write the counters at once."""
+        """Begin to write the tensors of this rank; on rank 0 also the objective's arrays, and the counters at once."""
         pending = self.state.start_writing(folder)
-        if not self.is_first:
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
             return pending
         entry = {
             "step": self.step,
-            "objective": self.objective.state_dict(),
+            "objective": snapshot.entries,
             "evaluations": self.evaluations.state_dict(),
             "counters": self.state.counters(),
             "adapted": self.adapter_facts.model_dump(mode="json", by_alias=True),
         }
         Disk().write(folder / _COUNTERS, json.dumps(entry).encode() + b"\n")
-        return _PendingWithCounters(pending)
+        if not snapshot.arrays:
+            return _PendingOfFirstRank(pending, None)
+        return _PendingOfFirstRank(pending, self.background.submit(write_arrays, folder / _ARRAYS, snapshot.arrays))
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingWithCounters:
+class _PendingOfFirstRank:
     tensors: PendingWrite
+    # None: the objective has none.
+    arrays: Future[None] | None
 
     @property
     def waited_seconds(self) -> float:
@@ -145,12 +164,17 @@ class _PendingWithCounters:
         return self.tensors.waited_seconds
 
     def is_finished(self) -> bool:
-        """Return whether the tensors are written; the counters already are."""
-        return self.tensors.is_finished()
+        """Return whether tensors and arrays are written; the counters already are."""
+        # Always asked, for every rank asks for its tensors equally often.
+        has_tensors = self.tensors.is_finished()
+        if self.arrays is None or not self.arrays.done():
+            return has_tensors and self.arrays is None
+        self.arrays.result()
+        return has_tensors
 
     def names(self) -> Sequence[str]:
         """The files that rank 0 wrote."""
-        return [*self.tensors.names(), _COUNTERS]
+        return [*self.tensors.names(), _COUNTERS, *([] if self.arrays is None else [_ARRAYS])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +232,19 @@ class RunCheckpoints:
         # Another job's best checkpoints lie in its own folder. A state of an older version has no order.
         if is_own and "evaluations" in entry:
             self.writer.evaluations.load_state_dict(entry["evaluations"])
-        self.writer.objective.load_state_dict(entry["objective"])
+        self._load_objective(checkpoint, entry["objective"])
         self.writer.state.set_counters(entry["counters"])
         return int(entry["step"])
+
+    def _load_objective(self, checkpoint: GoodCheckpoint, entries: Mapping[str, Any]) -> None:
+        has_arrays = self.writer.is_first and any(file.name == _ARRAYS for file in checkpoint.manifest.files)
+
+        def load_state() -> None:
+            arrays = read_arrays(checkpoint.path / _ARRAYS) if has_arrays else {}
+            self.writer.objective.load_state(ObjectiveState(entries, arrays))
+
+        # Only rank 0 knows the data; where it refuses them, the others must not wait for it.
+        run_on_all_ranks(self.store.ranks, load_state, NOTHING)
 
     def poll(self) -> None:
         """Let the store move a save on, and commit it."""
@@ -223,8 +257,8 @@ class RunCheckpoints:
     def save(self, step: int) -> None:
         """Save the run after this step; in the background if the job says so."""
         with working_heartbeat(self.heartbeat, step):
-            self.writer.step = step
-            self.store.save(self._save_request(step), self.state.expected_bytes)
+            array_bytes = self.writer.take_snapshot(step)
+            self.store.save(self._save_request(step), self.state.expected_bytes, array_bytes)
 
     def _save_request(self, step: int) -> SaveRequest:
         evaluations = self.writer.evaluations

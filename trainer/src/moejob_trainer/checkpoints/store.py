@@ -81,6 +81,7 @@ class _SaveInProgress:
     pending: PendingWrite
     called_seconds: float
     stalled_seconds: float
+    varying_bytes: int
     hashing: Future[list[FileEntry]] | None = None
 
 
@@ -139,10 +140,13 @@ class CheckpointStore:
 
         return run_on_first_rank(self.ranks, is_interval_over_now, BOOLEAN)
 
-    def save(self, request: SaveRequest, expected_bytes: int | None = None) -> SavedCheckpoint | None:
+    def save(
+        self, request: SaveRequest, expected_bytes: int | None = None, varying_bytes: int = 0
+    ) -> SavedCheckpoint | None:
         """Save: in the background if the job says so, otherwise wait until the save is committed or has failed.
 
         A save that is still under way is finished first. `expected_bytes` is used until a save has been measured.
+        `varying_bytes` come on top: they are different in each save, and known only now. Rank 0 gives them.
         """
         requested_seconds = self.clock()
         self.wait()
@@ -150,12 +154,12 @@ class CheckpointStore:
             return None
         facts = self._build_facts(request)
         path = self.run_folder.checkpoints / facts.folder.name
-        needed_bytes = self._size_bytes or expected_bytes or 0
+        needed_bytes = (self._size_bytes or expected_bytes or 0) + varying_bytes
         run_on_first_rank(self.ranks, lambda: self._make_room(path, needed_bytes), NOTHING)
         pending = self._start_write(path)
         self._last_save = LastSave(request.step, requested_seconds)
         self._current_save = _SaveInProgress(
-            facts, path, pending, requested_seconds, stalled_seconds=self.clock() - requested_seconds
+            facts, path, pending, requested_seconds, self.clock() - requested_seconds, varying_bytes
         )
         return None if self.policy.asynchronous else self.wait()
 
@@ -297,7 +301,7 @@ class CheckpointStore:
 
     def _record_save(self, saving: _SaveInProgress, size_bytes: int) -> SavedCheckpoint:
         folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
-        self._newest_folder, self._size_bytes = folder, size_bytes
+        self._newest_folder, self._size_bytes = folder, size_bytes - saving.varying_bytes
         self.last_saved = SavedCheckpoint(
             folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds
         )

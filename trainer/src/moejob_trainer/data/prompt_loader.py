@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejob_api.job.model import Data
-from moejob_trainer.data.blending import Cursor, blended_dataset
+from moejob_trainer.data.blending import Cursor, DocumentKey, blended_dataset
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompts import Prompt
+from moejob_trainer.errors import BadData
 
 _CURSOR = "cursor"
+# The fix where a state contradicts itself: its files are intact, so another version has written them.
+OTHER_CHECKPOINT = "resume with the image that wrote it, or remove this checkpoint to resume from an older one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class NumberedPrompt:
 
     number: int
     prompt: Prompt
+    # Its document in the training data, from which a resumed run reads it again. None: it is of an evaluation.
+    key: DocumentKey | None = None
 
 
 class PromptLoader:
@@ -49,8 +54,30 @@ class PromptLoader:
         for _ in range(count):
             number = sum(cursor.taken)
             key, cursor = self._dataset.sample_document(cursor)
-            prompts.append(NumberedPrompt(number, self._sources[key.source].read_prompt(key.document)))
+            prompts.append(self._read_numbered(number, key))
         return prompts, cursor
+
+    def _read_numbered(self, number: int, key: DocumentKey) -> NumberedPrompt:
+        return NumberedPrompt(number, self._sources[key.source].read_prompt(key.document), key)
+
+    def read_again(self, number: int, key: DocumentKey) -> NumberedPrompt:
+        """Return a prompt that was taken before; BadData where none can have had that number and key.
+
+        `load_state_dict` comes first: it refuses other data, in which the key names another prompt.
+        """
+        taken_count = sum(self._cursor.taken)
+        if not 0 <= number < taken_count:
+            raise BadData(
+                f"the checkpoint has the unfinished prompt {number}, and its data cursor stands behind "
+                f"{taken_count} prompts; {OTHER_CHECKPOINT}"
+            )
+        sizes = self._dataset.sizes
+        if not (0 <= key.source < len(sizes) and 0 <= key.document < sizes[key.source]):
+            raise BadData(
+                f"prompt {number} of the checkpoint is document {key.document} of source {key.source}, and the data "
+                f"has sources of {', '.join(map(str, sizes))} documents; {OTHER_CHECKPOINT}"
+            )
+        return self._read_numbered(number, key)
 
     def peek_prompt(self) -> Prompt:
         """Return the next prompt without taking it."""

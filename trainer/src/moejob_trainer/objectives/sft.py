@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, WeightedMean
 
@@ -40,10 +41,10 @@ class SupervisedFineTuning:
             metrics={"entropy": WeightedMean((outputs.entropy * batch.weights).sum(), weight)},
         )
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Return the source's position: there is no other state."""
-        return self._source.state_dict()
+        return ObjectiveState(self._source.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Resume with the sample behind the last trained one."""
-        self._source.load_state_dict(state)
+        self._source.load_state_dict(state.entries)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,6 +58,15 @@ class Disk:
     def write(self, path: Path, content: bytes) -> None:
         """Write the whole file."""
         path.write_bytes(content)
+
+    def write_blocks(self, path: Path, blocks: Iterable[memoryview]) -> None:
+        """Write a whole file of many bytes, of which only a block at a time need be in memory a second time."""
+        with path.open("wb", buffering=0) as file:
+            for block in blocks:
+                written_bytes = 0
+                # A call writes 2 GiB at most, and less where the volume is almost full.
+                while written_bytes < len(block):
+                    written_bytes += file.write(block[written_bytes:])
 
     def sync(self, path: Path) -> None:
         """Make a file's content, or a folder's names, survive a loss of power."""

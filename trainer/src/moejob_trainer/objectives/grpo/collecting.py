@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.prompts import Prompt
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout, build_rollout_batch
 from moejob_trainer.objectives.grpo.sampling import GroupSampler, SampledGroups, sample_groups
 from moejob_trainer.objectives.grpo.step_metrics import (
@@ -138,13 +139,13 @@ class RolloutCollector:
         """Return the last step's rewards, versions and failures of rewards."""
         return self._metrics
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Return the place in the prompts: the run has trained on all before it, and drawn none behind it."""
-        return self._prompts.training.state_dict()
+        return ObjectiveState(self._prompts.training.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Continue behind the last prompt that was drawn."""
-        self._prompts.training.load_state_dict(state)
+        self._prompts.training.load_state_dict(state.entries)
 
     def _run_request(self, start_request: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Return the reply of engines; None when they lost the weights: the next call waits for the same request."""

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -49,6 +49,7 @@ from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.grpo import rollout_batch
 from moejob_trainer.objectives.grpo.loss import build_loss_mask, engine_mismatch, grpo_loss
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
@@ -83,10 +84,10 @@ class RolloutSource(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step."""
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Return the place in the prompts."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Continue behind that place."""
 
 
@@ -200,14 +201,14 @@ class GroupRelativePolicyOptimization:
         """Return the seconds that the last step waited for its data: for answers and their rewards."""
         return self._phases.seconds.get(_GENERATE, 0.0)
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def snapshot_state(self) -> ObjectiveState:
         """Return the place in the prompts, which rank 0 alone knows."""
-        return {} if self.services.rollouts is None else self.services.rollouts.state_dict()
+        return ObjectiveState({}) if self.services.rollouts is None else self.services.rollouts.snapshot_state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: ObjectiveState) -> None:
         """Continue behind the last prompt that engines answered."""
         if self.services.rollouts is not None:
-            self.services.rollouts.load_state_dict(state)
+            self.services.rollouts.load_state(state)
 
     def _collect_batch(self, step: int, engine: TrainingEngine) -> RolloutBatch:
         rollouts = self.services.rollouts
