@@ -51,6 +51,14 @@ SECTIONS: dict[str, Any] = {"method": "GRPO", "grpo": GRPO}
 LENGTHS = ((4, 9), (4, 3), (4, 17), (4, 8), (7, 5), (7, 12), (7, 2), (7, 10))
 REWARDS = (1.0, 0.0, 0.5, 0.0, -1.0, 2.0, 0.0, 0.0)
 
+# Groups of three and two rollouts of one to three rows. A row is what is read beyond the row before it, and the answer.
+EPISODES = ((((4, 9),), ((4, 3), (2, 6)), ((4, 8),)), (((7, 5), (3, 4), (1, 2)), ((7, 12),)))
+EPISODE_REWARDS = (1.0, 0.0, 0.5, 2.0, -1.0)
+EPISODE_SECTIONS: dict[str, Any] = {
+    **SECTIONS,
+    "grpo": {**GRPO, "lossAggregation": "Sequence", "advantage": "RLOO"},
+}
+
 
 @dataclass(frozen=True)
 class LearnedStep:
@@ -128,11 +136,30 @@ def recorded(folder: Path) -> RolloutBatch:
     model, rollouts = _model(folder), []
     for number, (asked, said) in enumerate(LENGTHS):
         tokens = random.integers(3, 38, asked + said).astype(np.int32)
-        with torch.no_grad():
-            own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy() + random.normal(0, 0.1, said)
-        spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
-        rollouts.append(Rollout((RolloutRow(spans),), number // GROUP_SIZE, is_truncated=False))
+        rollouts.append(Rollout((_row(model, tokens, asked, random),), number // GROUP_SIZE, is_truncated=False))
     return build_rollout_batch(rollouts, REWARDS)
+
+
+def recorded_episodes(folder: Path) -> RolloutBatch:
+    """Episodes of random tokens, each row of which repeats the row before it."""
+    random = np.random.default_rng(12)
+    model, rollouts = _model(folder), []
+    for group, episodes in enumerate(EPISODES):
+        for rows in episodes:
+            tokens, built_rows = np.zeros(0, np.int32), []
+            for asked, said in rows:
+                read = len(tokens) + asked
+                tokens = np.concatenate([tokens, random.integers(3, 38, asked + said)]).astype(np.int32)
+                built_rows.append(_row(model, tokens, read, random))
+            rollouts.append(Rollout(tuple(built_rows), group, is_truncated=False))
+    return build_rollout_batch(rollouts, EPISODE_REWARDS)
+
+
+def _row(model: Any, tokens: Array, asked: int, random: np.random.Generator) -> RolloutRow:
+    with torch.no_grad():
+        own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy()
+    said = (own + random.normal(0, 0.1, len(own))).astype(np.float32)
+    return RolloutRow((_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], said)))
 
 
 def replayed(answers: RolloutBatch) -> RolloutBatch:
@@ -145,10 +172,7 @@ def replayed(answers: RolloutBatch) -> RolloutBatch:
 
 def by_transformers(folder: Path, answers: RolloutBatch) -> tuple[float, float]:
     """The loss of the first update and the norm of its gradient, an answer at a time."""
-    model = _model(folder)
-    for name, parameter in model.named_parameters():
-        # The router of a MoE model is frozen.
-        parameter.requires_grad_(not name.endswith("mlp.gate.weight"))
+    model = _trained_model(folder)
     rewards = np.array(REWARDS).reshape(-1, GROUP_SIZE)
     spread = rewards.std(1, ddof=1, keepdims=True) + 1e-4
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / spread).flatten()
@@ -157,18 +181,56 @@ def by_transformers(folder: Path, answers: RolloutBatch) -> tuple[float, float]:
         start = int(answers.row_starts[number])
         tokens = answers.tokens[start : start + asked + said]
         choices = None if answers.routing is None else answers.routing[start : start + asked + said]
-        own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens, choices))
-        # The reference model has the same weights still, and routes by itself.
-        apart = own - _log_probabilities(model, tokens)[0][asked - 1 :].detach()
-        kl = COEFFICIENT * ((-apart).exp() - 1 + apart)
-        engine = torch.from_numpy(answers.engine[start + asked : start + asked + said])
-        weights = (own.detach() - engine).exp().clamp(max=MAXIMUM)
-        ratios = (own - own.detach()).exp()
-        total = -(ratios * weights * float(advantages[number]) + ENTROPY_COEFFICIENT * entropies - kl).sum() / count
+        engine = answers.engine[start + asked : start + asked + said]
+        total = _token_losses(model, tokens, engine, float(advantages[number]), choices).sum() / count
         total.backward()
         loss += total.item()
+    return loss, _gradient_norm(model)
+
+
+def episodes_by_transformers(folder: Path, batch: RolloutBatch) -> tuple[float, float]:
+    """The same of episodes, a row at a time: the mean over rollouts of the means over tokens of all their rows."""
+    model, start, number, loss = _trained_model(folder), 0, 0, 0.0
+    count = sum(map(len, EPISODES))
+    for episodes in EPISODES:
+        rewards = EPISODE_REWARDS[number : number + len(episodes)]
+        for place, rows in enumerate(episodes):
+            others = [reward for other, reward in enumerate(rewards) if other != place]
+            advantage, written, read = rewards[place] - sum(others) / len(others), sum(said for _, said in rows), 0
+            for asked, said in rows:
+                end = start + read + asked + said
+                losses = _token_losses(model, batch.tokens[start:end], batch.engine[end - said : end], advantage)
+                total = losses.sum() / written / count
+                total.backward()
+                loss += total.item()
+                start, read = end, read + asked + said
+        number += len(episodes)
+    return loss, _gradient_norm(model)
+
+
+def _trained_model(folder: Path) -> Any:
+    model = _model(folder)
+    for name, parameter in model.named_parameters():
+        # The router of a MoE model is frozen.
+        parameter.requires_grad_(not name.endswith("mlp.gate.weight"))
+    return model
+
+
+def _token_losses(model: Any, tokens: Array, said: Array, advantage: float, choices: Array | None = None) -> Tensor:
+    """The losses of the last tokens of a text, of which the engine said this."""
+    asked = len(tokens) - len(said)
+    own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens, choices))
+    # The reference model has the same weights still, and routes by itself.
+    apart = own - _log_probabilities(model, tokens)[0][asked - 1 :].detach()
+    kl = COEFFICIENT * ((-apart).exp() - 1 + apart)
+    weights = (own.detach() - torch.from_numpy(said)).exp().clamp(max=MAXIMUM)
+    ratios = (own - own.detach()).exp()
+    return -(ratios * weights * advantage + ENTROPY_COEFFICIENT * entropies - kl)
+
+
+def _gradient_norm(model: Any) -> float:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return loss, float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
+    return float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
 
 
 def _model(folder: Path) -> Any:

@@ -11,7 +11,17 @@ import pytest
 
 from moejob_api.models.shape import Family
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell
-from trainer.parity.grpo import SECTIONS, LearnedStep, by_transformers, learn_step, recorded, replayed
+from trainer.parity.grpo import (
+    EPISODE_SECTIONS,
+    SECTIONS,
+    LearnedStep,
+    by_transformers,
+    episodes_by_transformers,
+    learn_step,
+    recorded,
+    recorded_episodes,
+    replayed,
+)
 from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
@@ -89,6 +99,28 @@ def test_a_step_on_the_experts_of_engines_is_that_of_transformers_on_them(
         # Old log-probabilities are of the same experts: nothing has moved before the first update.
         assert first.metrics["clipLow"] == first.metrics["clipHigh"] == 0.0
         np.testing.assert_allclose(_numbers(rank), _numbers(replayed_in(SINGLE)[0]), rtol=10 * WITHIN, atol=WITHIN)
+
+
+@pytest.fixture(scope="module")
+def episodes_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequence[LearnedStep]]:
+    @cache
+    def run(layout: str) -> Sequence[LearnedStep]:
+        cell, (folder, _) = Cell(Family.QWEN3_MOE, EPISODE_SECTIONS | _sections(layout)), reference(Family.QWEN3_MOE)
+        return worlds.run(cell.ranks(), learn_step, cell, folder, recorded_episodes(folder))
+
+    return run
+
+
+@pytest.mark.parametrize("layout", [SINGLE, "DP2", "TP2.PP2.EP2"])
+def test_rollouts_of_several_rows_in_groups_of_any_size_are_learned_as_transformers_does(
+    episodes_in: Callable[[str], Sequence[LearnedStep]], reference: Reference, layout: str
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    loss, norm = episodes_by_transformers(folder, recorded_episodes(folder))
+    for rank in episodes_in(layout):
+        assert rank.updates[0].loss == pytest.approx(loss, abs=WITHIN)
+        assert rank.updates[0].gradient_norm == pytest.approx(norm, rel=10 * WITHIN)
+        np.testing.assert_allclose(_numbers(rank), _numbers(episodes_in(SINGLE)[0]), rtol=10 * WITHIN, atol=WITHIN)
 
 
 def test_the_reference_model_stays_where_training_began(learned_in: LearnedIn) -> None:
