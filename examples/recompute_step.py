@@ -28,7 +28,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that the step trained on. Tensors are of its tokens. [N]"""
+    """An answer that the step trained on, which is a rollout of one row. Tensors are of its tokens. [N]"""
 
     group: int
     prompt: Tensor
@@ -167,17 +167,20 @@ def compute_advantages(step: Step, old: Sequence[Tensor], reference: Sequence[Te
     if grpo["advantage"] == "ReinforcePlusPlus":
         return whiten_values([reward + sum_to_go(part) for reward, part in zip(rewards, penalties, strict=True)])
     rewards = rewards + torch.stack([part.sum() for part in penalties])
-    of_groups = rewards.reshape(-1, grpo["groupSize"])
-    values = compare_with_group(grpo["advantage"], of_groups).flatten()
+    groups, values = torch.tensor([answer.group for answer in step.answers]), torch.zeros_like(rewards)
+    for group in groups.unique():
+        is_member = groups == group
+        values[is_member] = compare_with_group(grpo["advantage"], rewards[is_member])
     return [value.repeat(len(part)) for value, part in zip(values, penalties, strict=True)]
 
 
 def compare_with_group(kind: str, rewards: Tensor) -> Tensor:
-    """Return each reward compared with the rewards of its group. [groups, members]"""
-    centred = rewards - rewards.mean(1, keepdim=True)
-    members = rewards.shape[1]
+    """Return each reward of a group, which may have any size, compared with the others. [members]"""
+    centred, members = rewards - rewards.mean(), len(rewards)
+    if members == 1:
+        return centred
     if kind == "GRPO":
-        return centred / (rewards.std(1, keepdim=True) + EPSILON)
+        return centred / (rewards.std() + EPSILON)
     return centred * members / (members - 1) if kind == "RLOO" else centred
 
 

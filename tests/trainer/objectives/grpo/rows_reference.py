@@ -56,7 +56,7 @@ ROW_OF: tuple[tuple[int, int], ...] = tuple(
 
 @dataclass(frozen=True)
 class Settings:
-    """What the loss of a step is computed with; names and values as in a job."""
+    """The settings of a loss; names and values as in a job."""
 
     advantage: str
     aggregation: str
@@ -203,8 +203,6 @@ def _row_losses(
 def reckon_gradients(settings: Settings, numbers: Numbers, members: Sequence[int]) -> tuple[float, list[Any]]:
     """Return the loss, and its gradient with respect to the tokens that the model wrote in each row."""
     loss = reckon_loss(settings, numbers, members)
-    gradients = torch.autograd.grad(loss, numbers.rows["new"], allow_unused=True)
-    return float(loss.detach()), [
-        np.zeros(len(new)) if gradient is None else gradient.numpy()
-        for new, gradient in zip(numbers.rows["new"], gradients, strict=True)
-    ]
+    # Rollouts that are left out, and those of other updates, have zeros.
+    gradients = torch.autograd.grad(loss, numbers.rows["new"], materialize_grads=True)
+    return float(loss.detach()), [gradient.numpy() for gradient in gradients]

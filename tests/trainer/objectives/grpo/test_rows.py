@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from engines import ROOT
 from moejob_api.job.grpo import AdvantageEstimator, Grpo, LossAggregation
 from moejob_trainer.data.packing import BatchPlan, build_rank_batch, total_loss_weight
+from moejob_trainer.data.prompt_loader import NumberedPrompt
+from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.objectives.grpo.advantages import compute_advantages
 from moejob_trainer.objectives.grpo.loss import grpo_loss
 from moejob_trainer.objectives.grpo.objective import batch_arrays
@@ -30,6 +34,11 @@ from moejob_trainer.objectives.grpo.rollout_batch import (
     compute_token_advantages,
     plan_updates,
 )
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, SampledGroups, ScoredAnswer
+from moejob_trainer.objectives.grpo.step_metrics import reward_metrics
+from moejob_trainer.objectives.grpo.step_record import ComputedStep, step_arrays
+from moejob_trainer.rewards.scorer import CompletionScore
+from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
 from moejob_trainer.training import Document, TokenOutputs
 from moejob_trainer.training.micro_batch import ROUTING, Array
 from trainer.objectives.grpo.rows_reference import (
@@ -364,3 +373,46 @@ def test_groups_that_do_not_lie_together_are_refused() -> None:
     rollouts = [Rollout((_row("pm", np.zeros(1)),), group, is_truncated=False) for group in (4, 5, 4)]
     with pytest.raises(ValueError, match=r"do not lie together.*\[4, 5, 4\]"):
         build_rollout_batch(rollouts, [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("kind", AdvantageEstimator)
+def test_the_script_that_computes_a_step_again_compares_groups_of_any_size(kind: AdvantageEstimator) -> None:
+    script = runpy.run_path(str(ROOT / "examples/recompute_step.py"))
+    rewards = np.array([episode.reward for episode in EPISODES])
+    lengths = [1 + number % 3 for number in range(len(rewards))]
+    answers = [
+        script["Answer"](group, none, torch.zeros(length), none, reward, False, none, None, None)
+        for none in (torch.zeros(0),)
+        for group, length, reward in zip(GROUP_OF, lengths, rewards.tolist(), strict=True)
+    ]
+    settings = {"grpo": {"advantage": kind.value, "groupSize": 2, "kl": {"applyTo": "Loss"}}}
+    computed = script["compute_advantages"](script["Step"](settings, answers, [], []), [], None)
+    expected = compute_advantages(kind, rewards, np.array(GROUP_OF), [np.zeros(length) for length in lengths])
+    assert torch.cat(computed).tolist() == pytest.approx(np.concatenate(expected).tolist(), rel=1e-12, abs=1e-12)
+
+
+def test_a_step_of_rollouts_with_several_rows_is_not_recorded_as_if_it_had_one_of_each() -> None:
+    batch = _batch(draw_numbers(1))
+    with pytest.raises(ValueError, match="16 rows in 10 rollouts"):
+        step_arrays(SampledGroups(()), ComputedStep(batch, [], None, None), [])
+
+
+def test_rewards_of_groups_of_any_size_are_measured_over_all_rollouts() -> None:
+    def answered(group: int, rewards: Sequence[float]) -> AnswerGroup:
+        prompt, one = np.array([3], np.int32), np.ones(1, np.int32)
+        answers = (
+            Answer(GenerationRequest(group, member, prompt, 0), one, np.zeros(1, np.float32), one, FinishReason.STOP)
+            for member in range(len(rewards))
+        )
+        scored = (
+            ScoredAnswer(answer, "", CompletionScore(reward, {"math": reward}), reward, 0.0)
+            for answer, reward in zip(answers, rewards, strict=True)
+        )
+        return AnswerGroup(NumberedPrompt(group, Prompt((3,), "", {}, "")), tuple(scored))
+
+    groups = (answered(0, [1.0, 0.0, 0.0]), answered(1, [1.0, 1.0]), answered(2, [3.0]))
+    metrics = reward_metrics(SampledGroups(groups), ["math"])
+    assert metrics["reward"] == metrics["reward/math"] == 1.0
+    assert metrics["rewardStd"] == 1.0
+    # Equal rewards, and a rollout alone.
+    assert (metrics["groups"], metrics["groupsWithoutSignal"]) == (3, 2)

@@ -85,9 +85,10 @@ def _masked_mean(values: Tensor, loss_mask: LossMask) -> WeightedMean:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossMask:
-    """The tokens that carry loss weight, among prompts and padding; sums and means over the answer of each document.
+    """The tokens that carry loss weight, among prompts and padding; sums and means over the answers in each document.
 
-    Values of documents [D] and of tokens [T] meet here. Two documents of 3 and 2 tokens whose last 2 and 1 are answers:
+    A document is a row of a rollout. Values of documents [D] and of tokens [T] meet here. Two documents of 3 and 2
+    tokens whose last 2 and 1 are answers:
 
         mask    0 1 1 0 1        document 0 0 0 1 1
         values  9 1 3 9 5        sums     4 5        means  2 5
@@ -129,8 +130,9 @@ def build_loss_mask(batch: MicroBatch) -> LossMask:
 def compute_log_ratios(level: ImportanceLevel, new: Tensor, old: Tensor, loss_mask: LossMask) -> Tensor:
     """Return the logarithm of each token's importance ratio, the ratio of probabilities new to old. [T]
 
-    Sequence (GSPO): every token has the ratio of its answer to the power of 1 / its length, which is the mean of the
-    logarithms. exp((0.3 + 0.1) / 2) for an answer of two tokens that became likelier by exp(0.3) and exp(0.1).
+    Sequence (GSPO): every token has the ratio of its row to the power of 1 / the tokens of answers there, which is the
+    mean of the logarithms. exp((0.3 + 0.1) / 2) for an answer of two tokens that became likelier by exp(0.3) and
+    exp(0.1). A row and not a rollout: a model gives a probability to a text that it reads in one pass.
     """
     ratios = new - old
     match level:
@@ -195,7 +197,7 @@ def mismatch_weights(settings: MismatchCorrection, trainer: Tensor, engine: Tens
 
     The engine samples an answer by its probabilities, and the trainer differentiates its own. Weights
     p_trainer / p_engine correct this; they are bounded, because a single one may be huge.
-    Sequence: every token has the product over its answer.
+    Sequence: every token has the product over its row.
     """
     weights = _log_mismatch_weights(settings.level, (trainer - engine).detach(), loss_mask).exp()
     match settings.mode:
@@ -242,7 +244,7 @@ def estimate_kl(kind: KlKind, log_probabilities: Tensor, reference: Tensor) -> T
 class TokenWeights:
     """The weights of an update's tokens, by which their losses become one number."""
 
-    # float64 [answers], of each token of the answer.
+    # float64 [rollouts], of each token that the model wrote in the rollout, in whichever row.
     tokens: npt.NDArray[np.float64]
     # Factor of every loss.
     scale: float = 1.0
@@ -251,14 +253,15 @@ class TokenWeights:
 def compute_token_weights(
     aggregation: LossAggregation, lengths: Sequence[int], groups: Sequence[int], max_new_tokens: int
 ) -> TokenWeights:
-    """Return the weights of an update's answers, given their tokens (0: left out) and the groups they belong to.
+    """Return the weights of an update's rollouts, given their tokens (0: left out) and the groups they belong to.
 
-    The training engine divides a sum of weighted losses by the sum of their weights over the whole update, whatever the
-    layout. With answers of 2 and 6 tokens, weights of each token are
-    Token: 1 and 1, divided by 8: the mean over tokens (DAPO), in which long answers count more.
-    Sequence: 1/2 and 1/6, divided by 2: the mean over answers of their means (GRPO).
-    Group: 1 / the tokens of all answers of the group, divided by the number of groups.
-    Constant: 1 and 1, and the sum is to be divided by answers x maxNewTokens (Dr. GRPO): `scale` makes up for the 8.
+    The tokens of a rollout are those that the model wrote in all of its rows. The training engine divides a sum of
+    weighted losses by the sum of their weights over the whole update, whatever the layout. With rollouts of 2 and 6
+    tokens, weights of each token are
+    Token: 1 and 1, divided by 8: the mean over tokens (DAPO), in which long rollouts count more.
+    Sequence: 1/2 and 1/6, divided by 2: the mean over rollouts of their means (GRPO).
+    Group: 1 / the tokens of all rollouts of the group, divided by the number of groups.
+    Constant: 1 and 1, and the sum is to be divided by rollouts x maxNewTokens (Dr. GRPO): `scale` makes up for the 8.
     """
     tokens = np.asarray(lengths, np.float64)
     divisors = np.maximum(tokens, 1)

@@ -1,4 +1,7 @@
-"""Numbers of a step's answers for the step log, and the lines of samples/step-N.jsonl."""
+"""Numbers of a step's answers for the step log, and the lines of samples/step-N.jsonl.
+
+An answer of sampling is a rollout of the loss, in one row.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def version_metrics(groups: Sequence[AnswerGroup], version: int) -> dict[str, fl
 
 
 def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
-    """Return mean@k, the mean reward of k answers, and pass@k, the share of prompts with a right answer among k.
+    """Return mean@k, the mean reward of k rollouts, and pass@k, the share of prompts with a right one among k.
 
     An answer is right when every reward that counts for it (a positive weight in `names`) is at least 1. A prompt with
     a failed reward counts in neither.
@@ -65,7 +68,7 @@ def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]
 
 
 def sample_lines(sampled: SampledGroups, advantages: Sequence[float], step: int, most_lines: int) -> Iterator[str]:
-    """Yield a JSON line for each answer, up to `most_lines`; `step` as in the step log."""
+    """Yield a JSON line for each rollout, up to `most_lines`; `step` as in the step log."""
     scored_answers = [(group, answer) for group in sampled.groups for answer in group.answers]
     for (group, answer), advantage in list(zip(scored_answers, advantages, strict=True))[:most_lines]:
         line: dict[str, Any] = {

@@ -3,7 +3,8 @@
 samples/ shows people some answers as text. A step needs more: token ids, the engine's log-probabilities, and the
 members of each update; docs/grpo.md names every array. Safetensors keeps each number to the bit, is smaller than text
 of nine digits even without compression, and every program that reads the model can read it. A file has one step: it is
-written once, at the step's end, and needs no other file. Rank 0 alone has a recorder.
+written once, at the step's end, and needs no other file. An answer of the file is a rollout of one row. Rank 0 alone
+has a recorder.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ def step_arrays(
     sampled: SampledGroups, computed: ComputedStep, results: Sequence[UpdateResult]
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of a step by name: trained groups first, in the order of their rollouts."""
+    batch = computed.batch
+    if len(batch.lengths) > len(batch.rewards):
+        raise ValueError(
+            f"a step has {len(batch.lengths)} rows in {len(batch.rewards)} rollouts, and a record one row of each; "
+            "set recordTokens: false"
+        )
     groups = [*sampled.groups, *(left_out_group.group for left_out_group in sampled.left_out_groups)]
     outcomes = [0] * len(sampled.groups) + [OUTCOMES.index(each.reason) for each in sampled.left_out_groups]
     return {
