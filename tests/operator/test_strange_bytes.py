@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from aiohttp import web
 from builders import SFT
 from connections import SentConnection
 from fuzzing import GROWTH_MIB, damage_sample, random_sources
+from json_grammar import MessageGrammar
 from moejob_api.contract.pods import (
     TERMINATION_BYTES,
     PodOutcome,
@@ -48,6 +51,9 @@ PROGRESS = PodProgress(
     attempt=1, index=0, fault=FAULT, ranks=(ReportedHeartbeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN
 )
 WORD = TerminationMessage(outcome=PodOutcome.COMPLETED, message="done", rank=0, exit_code=0, run=RUN, fault=FAULT)
+# Ten times what the longest of a million took.
+PARSING_SECONDS = 0.04
+PLACE = PodPlace(PodRole.TRAINER, 0, 0)
 REVIEW: Mapping[str, Any] = {
     "apiVersion": "admission.k8s.io/v1",
     "kind": "AdmissionReview",
@@ -97,12 +103,49 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
     assert asyncio.run(story()) > 0
 
 
+def test_no_words_of_a_pod_take_long_to_read() -> None:
+    """Pods may send any message at any poll, and the loop that reads it also renews the Lease."""
+    progress, message = MessageGrammar(PodProgress), MessageGrammar(TerminationMessage)
+    readable = 0
+    for draw in random_sources():
+        body = progress.write_message(draw, PROGRESS_BYTES)
+        assert parsing_seconds(partial(find_refusal, body)) < PARSING_SECONDS, body[:200]
+        refusal = find_refusal(body)
+        assert len(refusal) < 100
+        readable += not refusal
+        text = message.write_message(draw, TERMINATION_BYTES).decode(errors="replace")
+        ended: dict[str, Any] = {"status": {"containerStatuses": [{"state": {"terminated": {"message": text}}}]}}
+        assert parsing_seconds(partial(read_pod, ended, PLACE)) < PARSING_SECONDS, text[:200]
+    assert readable > 0
+
+
+def find_refusal(body: bytes) -> str:
+    """Return why a body is no progress; nothing when it is."""
+    try:
+        parse_progress(body)
+    except MutePod as error:
+        return str(error)
+    return ""
+
+
+def parsing_seconds(parse: Callable[[], object]) -> float:
+    """Return the CPU time of this thread in a function; the least of three where the first is long."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        parse()
+        times.append(time.thread_time() - start)
+        if times[0] < PARSING_SECONDS:
+            break
+    return min(times)
+
+
 def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal() -> None:
-    place, read = PodPlace(PodRole.TRAINER, 0, 0), 0
+    read = 0
     for draw in random_sources():
         message = damage_sample(draw, [as_json(WORD)]).decode(errors="replace")
         terminated = {"exitCode": draw.choice((0, 1, None, "1")), "message": message, "finishedAt": message[:30]}
-        ended = read_pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, place).ended
+        ended = read_pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, PLACE).ended
         assert ended is not None
         assert printable_text(ended.message) == ended.message
         assert len(ended.message) <= TERMINATION_BYTES

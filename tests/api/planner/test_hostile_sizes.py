@@ -12,6 +12,7 @@ from builders import dense_model, latent_model, moe_model, spec
 from calls import count_calls
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
+from moejob_api.job.base import MOST_RANKS_OF_A_POD
 from moejob_api.layout.sizes import count_gpus
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.nearest import layout_distance, nearest_layouts
@@ -27,7 +28,7 @@ MODELS: tuple[ModelShape | None, ...] = (None, moe_model(), latent_model())
 @pytest.mark.parametrize("layout", ["Product", "Folded"])
 def test_highly_composite_sizes_are_refused_with_bounded_work(shape: ModelShape | None, layout: str) -> None:
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": layout}
-    asked = spec(parallelism=sizes, training={"globalBatchSize": 720_720}, resources={"gpusPerNode": 240})
+    asked = spec(parallelism=sizes, training={"globalBatchSize": 720_720}, resources={"gpusPerNode": 60})
     assert count_calls(lambda: plan_job(asked, shape)) < CALLS
 
 
@@ -45,7 +46,7 @@ def test_drawn_hostile_sizes_take_bounded_work(seed: int) -> None:
         "parallelism": sizes,
         "training": {"globalBatchSize": draw.choice((1, 7, 5040, 720_720))},
         "resources": {
-            "gpusPerNode": draw.choice(COMPOSITE),
+            "gpusPerNode": draw.choice([size for size in COMPOSITE if size <= MOST_RANKS_OF_A_POD]),
             "gpuMemoryGiB": draw.choice((None, 1, 16, 80)),
             "memory": draw.choice((None, "1Gi")),
         },
@@ -75,7 +76,7 @@ def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_
     asked = spec(
         parallelism=sizes | {"expertTensor": 2, "virtualPipeline": 7, "expertLayout": "Folded", "firstStageLayers": 3},
         training={"globalBatchSize": 55_440, "microBatchSize": 1, "lora": {"rank": 16}},
-        resources={"gpusPerNode": 256, "gpuMemoryGiB": 141, "memory": "1Gi"},
+        resources={"gpusPerNode": 64, "gpuMemoryGiB": 141, "memory": "1Gi"},
     )
     assert count_calls(lambda: plan_job(asked, dense_model(layers=126, heads=128))) < CALLS
 

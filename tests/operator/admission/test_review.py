@@ -111,7 +111,7 @@ def test_a_job_that_can_work_waits_for_no_search_and_one_that_cannot_only_for_a_
 def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:
     """Of the old job only its problems matter: looking for layouts for it too would double what a stranger can ask."""
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": "Folded"}
-    hostile: dict[str, Any] = {"parallelism": sizes, "resources": {"gpusPerNode": 240}}
+    hostile: dict[str, Any] = {"parallelism": sizes, "resources": {"gpusPerNode": 60}}
     old = body(**merge_sections(hostile, {"training": {"globalBatchSize": 360_360}}))
     new = body(**merge_sections(hostile, {"training": {"globalBatchSize": 720_720}}))
     created = count_calls(lambda: review_job("CREATE", None, new))

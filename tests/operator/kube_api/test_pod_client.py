@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
-from moejob_api.contract.pods import PodProgress
+from moejob_api.contract.pods import MOST_MEASURES, PodProgress
+from moejob_api.job.base import MOST_RANKS_OF_A_POD
+from moejob_api.job.status import MOST_HUB_COMMITS
 from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, MutePod, PodClient, parse_progress
 
 PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})
+UNKNOWN_FIELDS = '{"a":1,"b":2,"c":3}'
 READY = PodProgress(attempt=2, index=0, ready=True)
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -132,6 +136,67 @@ def test_a_pod_where_nothing_listens_is_mute() -> None:
                 await client.get_progress(address)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(f'"ranks":[{",".join(["{}"] * 20_000)}]', id="empty ranks"),
+        pytest.param(f'"run":{{"step":1,"hubCommits":[{",".join(["{}"] * 20_000)}]}}', id="empty commits"),
+        pytest.param(f'"ranks":[{",".join([UNKNOWN_FIELDS] * 3_000)}]', id="unknown fields"),
+        pytest.param(",".join(f'"x{number}":1' for number in range(3_000)), id="just few enough to be looked at"),
+    ],
+)
+def test_hostile_answers_of_many_pods_leave_the_loop_to_others(values: str) -> None:
+    """The Lease is renewed in the same loop. A hundred such bodies took it for 7 s, parsed one after the other."""
+
+    async def story() -> None:
+        worst, ended = 0.0, False
+
+        async def renew() -> None:
+            nonlocal worst
+            while not ended:
+                start = time.thread_time()
+                await asyncio.sleep(0)
+                worst = max(worst, time.thread_time() - start)
+
+        renewal = asyncio.create_task(renew())
+        async with pod(says(OK, f'{{"attempt":1,"index":0,{values}}}'.encode())) as client:
+            patient = PodClient(30.0, client.port)
+            answers = (patient.get_progress("127.0.0.1") for _ in range(100))
+            replies = await asyncio.gather(*answers, return_exceptions=True)
+        ended = True
+        await renewal
+        assert worst < 0.3
+        assert {type(reply) for reply in replies} == {MutePod}
+        assert all(len(str(reply)) < 100 for reply in replies)
+
+    asyncio.run(story())
+
+
+def test_the_reading_of_an_answer_counts_as_the_time_of_its_pod() -> None:
+    async def story() -> None:
+        async with pod(says(OK, PROGRESS.encode())) as client:
+            async with client.parsing:
+                with pytest.raises(MutePod, match="TimeoutError"):
+                    await client.get_progress("127.0.0.1")
+            assert await client.get_progress("127.0.0.1") == READY
+
+    asyncio.run(story())
+
+
+def test_a_full_pod_with_all_that_it_may_say_is_understood() -> None:
+    commit = {"kind": "model", "name": "team/tiny", "commit": "a" * 40}
+    run = {
+        "step": 1,
+        "measures": {f"reward of {number}, [weighted]": 1.0 for number in range(MOST_MEASURES)},
+        "hubCommits": [commit] * MOST_HUB_COMMITS,
+    }
+    ranks = [{"rank": rank, "pid": 7, "step": 1, "ageSeconds": 0.5} for rank in range(MOST_RANKS_OF_A_POD)]
+    progress = {"attempt": 1, "index": 0, "ranks": ranks, "run": run}
+    assert len(parse_progress(json.dumps(progress).encode()).ranks) == MOST_RANKS_OF_A_POD
+    with pytest.raises(MutePod, match="1 errors"):
+        parse_progress(json.dumps({**progress, "ranks": [*ranks, ranks[0]]}).encode())
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------

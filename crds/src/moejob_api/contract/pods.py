@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from moejob_api.job.base import MAX_COUNT, ApiModel
+from moejob_api.job.base import MAX_COUNT, MOST_RANKS_OF_A_POD, ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit
 
 
@@ -192,8 +192,6 @@ Duration = Annotated[float, Field(ge=0.0, le=1e9)]
 # All of float32 and bfloat16: a run that diverges still reports.
 Measure = Annotated[float, Field(ge=-1e39, le=1e39)]
 NonNegativeMeasure = Annotated[float, Field(ge=0.0, le=1e39)]
-# The most ranks of one pod.
-_MOST_RANKS = 65_536
 # Numbers of a step that have no field of their own. A reward's name may be an address.
 MOST_MEASURES, MOST_MEASURE_NAME = 256, 512
 MeasureName = Annotated[PrintableText, Field(max_length=MOST_MEASURE_NAME)]
@@ -258,7 +256,8 @@ class RunProgress(ApiModel):
         Field(max_length=MOST_MEASURES, description="Other numbers of the last step, by their names in its log."),
     ] = {}
     hub_commits: Annotated[
-        tuple[HubCommit, ...] | None, Field(max_length=MOST_HUB_COMMITS, description="What hub.json binds the run to.")
+        Annotated[tuple[HubCommit, ...], Field(max_length=MOST_HUB_COMMITS, fail_fast=True)] | None,
+        Field(description="What hub.json binds the run to."),
     ] = None
 
 
@@ -293,7 +292,8 @@ class PodProgress(ApiModel):
     fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
     ready: Annotated[bool, Field(description="Every rank of the pod has sent a heartbeat.")] = False
     ranks: Annotated[
-        tuple[ReportedHeartbeat, ...], Field(max_length=_MOST_RANKS, description="One entry for each living rank.")
+        tuple[ReportedHeartbeat, ...],
+        Field(max_length=MOST_RANKS_OF_A_POD, fail_fast=True, description="One entry for each living rank."),
     ] = ()
     run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
     phase: Annotated[

@@ -31,6 +31,8 @@ class ApiModel(BaseModel):
 # or turning a divisor search into an endless loop.
 MAX_GROUP = 65_536
 MAX_COUNT = 2**31 - 1
+# Ranks of one pod. Every poll reads a line for each, from pods that may send any.
+MOST_RANKS_OF_A_POD = 64
 
 GroupSize = Annotated[int, Field(ge=1, le=MAX_GROUP)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]

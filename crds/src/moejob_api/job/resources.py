@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moejob_api.job.base import (
+    MOST_RANKS_OF_A_POD,
     ApiModel,
     GroupSize,
     LongText,
@@ -114,7 +115,9 @@ class Resources(ApiModel):
         Accelerator,
         Field(description="CPU is for laptops and tests and never chosen by itself; ranks then count as GPUs."),
     ] = Accelerator.GPU
-    gpus_per_node: Annotated[GroupSize, Field(description="GPUs of one node; one pod takes a whole node.")] = 8
+    gpus_per_node: Annotated[
+        int, Field(ge=1, le=MOST_RANKS_OF_A_POD, description="GPUs of one node; one pod takes a whole node.")
+    ] = 8
     gpu_resource: Annotated[QualifiedName, Field(description="Extended resource of the GPUs.")] = "nvidia.com/gpu"
     gpu_type: Annotated[
         GpuType | None,
