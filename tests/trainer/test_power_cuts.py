@@ -27,6 +27,8 @@ SECTIONS: dict[str, Any] = {
 }
 # What nothing trusts: locks and names, and what has no name yet.
 UNTRUSTED = ("claims", "logs", ".building-", ".writing-", ".unfinished", ".replaced")
+# A checkpoint makes the lines before it durable, and `_require_lines` reads them; until the first there may be none.
+STEP_LOG = "steps.jsonl"
 
 
 @dataclass
@@ -125,7 +127,8 @@ def _empty_files(run: Path) -> list[str]:
     incomplete = {path for path in run.glob("checkpoints/*") if not (path / MARKER).exists()}
     files = (path for path in run.rglob("*") if path.is_file() and incomplete.isdisjoint(path.parents))
     names = {path.relative_to(run).as_posix(): path.stat().st_size for path in files}
-    return [name for name, size in names.items() if size == 0 and not any(part in name for part in UNTRUSTED)]
+    untrusted = (*UNTRUSTED, STEP_LOG)
+    return [name for name, size in names.items() if size == 0 and not any(part in name for part in untrusted)]
 
 
 def _require_lines(run: Path) -> None:
@@ -133,7 +136,7 @@ def _require_lines(run: Path) -> None:
     found = find_latest_checkpoint(run / "checkpoints").checkpoint
     if found is not None:
         # Behind them half a line may lie, or zeros.
-        lines = (run / "steps.jsonl").read_bytes().splitlines()[: found.folder.step]
+        lines = (run / STEP_LOG).read_bytes().splitlines()[: found.folder.step]
         assert [json.loads(line)["step"] for line in lines] == [*range(1, found.folder.step + 1)]
 
 
