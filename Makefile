@@ -158,7 +158,7 @@ test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(ml
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
 # Thirteen minutes.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) #: Test the families and layouts that make test leaves out
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) $(peft_built) $(real_built) #: Test the families and layouts that make test leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
 	@$(bridge)/pytest tests/bridge -m thorough $(ARGS)
