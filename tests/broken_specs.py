@@ -421,10 +421,22 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"staleness": 1}}},
     ),
     BrokenSpec(
-        "keys and values of older weights",
+        "keys and values of older weights of engines that stop",
         Rule.ROLLOUT,
-        "each answer is finished before",
+        "set placement Separate (it is Colocated)",
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"cacheAcrossVersions": "Keep"}}},
+    ),
+    BrokenSpec(
+        "keys and values of older weights without answers that need them",
+        Rule.ROLLOUT,
+        "staleness to 1 or more (it is 0)",
+        {
+            "method": "GRPO",
+            "grpo": {
+                "rewards": [{"name": "math"}],
+                "rollout": {"placement": "Separate", "cacheAcrossVersions": "Keep"},
+            },
+        },
     ),
     BrokenSpec(
         "a reference that is a checkpoint",

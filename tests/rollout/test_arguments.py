@@ -82,3 +82,8 @@ def test_an_engine_returns_experts_where_the_trainer_replays_them(accelerator: s
     assert ("--enable-return-routed-experts" in found) is replays
     # Where vLLM keeps them, beside the cache of keys and values.
     assert "--enable-prefix-caching" in found
+
+
+@pytest.mark.parametrize("accelerator", ["CPU", "GPU"])
+def test_a_probe_can_come_before_answers(accelerator: str) -> None:
+    assert options(accelerator)["--scheduling-policy"] == "priority"

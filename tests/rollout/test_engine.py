@@ -8,12 +8,12 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine
+from moejob_api.contract.answers import EngineAnswer
 from moejob_api.contract.engines import CLIENT_IDLE_SECONDS, SERVER_IDLE_SECONDS
 from moejob_api.contract.group_rendezvous import cancel_rendezvous, join_rendezvous
 from moejob_api.contract.pods import HttpPath, engine_key, weights_key
@@ -163,19 +164,57 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled_from(m
 
 
 def test_tokens_carry_the_version_of_the_weights_that_chose_them(moe: Engine, tmp_path: Path) -> None:
-    first, second = (save_published(make_model("qwen3_moe", seed), tmp_path / str(seed)) for seed in (11, 12))
-    updated(moe, "7", first)
-    answer: list[Any] = []
-    asking = threading.Thread(target=lambda: answer.append(moe.generate(PROMPTS[0], max_tokens=150, seed=1)))
-    asking.start()
-    until = monotonic() + 60
-    while not moe.get("/load").body.get("server_load") and monotonic() < until and asking.is_alive():
-        pass
-    updated(moe, "8", second)
-    asking.join(60)
-    spans = answer[0]["choices"][0]["weight_versions"]
-    assert [span["version"] for span in spans] in (["7", "8"], ["7"], ["8"])
-    assert (spans[0]["start"], spans[-1]["end"]) == (0, 150)
+    old, new = (make_model("qwen3_moe", seed) for seed in (11, 12))
+    paths = [save_published(model, tmp_path / str(number)) for number, model in enumerate((old, new))]
+    updated(moe, "7", paths[0])
+    choice, (before, behind) = _cut_answer(moe, paths)
+    assert [span["version"] for span in (before, behind)] == ["7", "8"]
+    assert (before["start"], before["end"], behind["end"]) == (0, behind["start"], 150)
+    said = np.array([token["logprob"] for token in choice["logprobs"]["content"]])
+    by_old, by_new = (log_probabilities(model, PROMPTS[0], choice["token_ids"]) for model in (old, new))
+    expected = np.array([*by_old[: before["end"]], *by_new[before["end"] :]])
+    assert np.abs(said - expected).max() < CLOSE
+    # Weights that have nothing in common are far apart.
+    assert np.abs(said - by_old)[before["end"] :].mean() > 0.1
+
+
+def _cut_answer(engine: Engine, paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return an answer that got other weights in its middle, and its two spans."""
+    # Tokens come too fast for each try to meet the middle.
+    for _ in range(20):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(engine.generate, PROMPTS[0], max_tokens=150, seed=1)
+            sleep(LOOK_SECONDS)
+            updated(engine, "8", paths[1])
+            choice: dict[str, Any] = asked.result()["choices"][0]
+        spans = choice["weight_versions"]
+        if len(spans) == 2:
+            return choice, spans
+        updated(engine, "7", paths[0])
+    raise AssertionError("no answer was cut in its middle")
+
+
+def test_an_answer_that_is_aborted_returns_what_it_has(moe: Engine) -> None:
+    part = _aborted_answer(moe)
+    whole = moe.request_answer(PROMPTS[3], 150, 3).body
+    assert (part.finish_reason, whole.finish_reason) == ("abort", "length")
+    assert 0 < len(part.tokens) < len(whole.tokens) == 4 * 150
+    assert whole.tokens.startswith(part.tokens)
+    assert len(part.log_probabilities) == len(part.tokens)
+    assert [(span.start, 4 * span.end) for span in part.spans] == [(0, len(part.tokens))]
+
+
+def _aborted_answer(engine: Engine) -> EngineAnswer:
+    for _ in range(20):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(engine.request_answer, PROMPTS[3], 150, 3)
+            sleep(LOOK_SECONDS)
+            engine.post_or_fail("/pause", mode="abort")
+            part: EngineAnswer = asked.result().body
+        engine.post_or_fail("/resume")
+        if part.finish_reason == "abort" and part.tokens:
+            return part
+    raise AssertionError("no answer was aborted in its middle")
 
 
 def test_equal_seeds_give_equal_answers(moe: Engine) -> None:

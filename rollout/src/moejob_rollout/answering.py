@@ -56,7 +56,7 @@ async def _generate_answer(client: Any, request: AnswerRequest) -> EngineAnswer:
 
 
 async def _final_output(client: Any, request: AnswerRequest) -> Any:
-    """Return the last output of vLLM, which holds the whole answer."""
+    """Return the last output of vLLM, which holds the whole answer, or all that there is when vLLM aborts it."""
     from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415  # as above
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # as above
 
@@ -74,6 +74,8 @@ async def _final_output(client: Any, request: AnswerRequest) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     prompt = TokensPrompt(prompt_token_ids=array(_INT32, request.prompt).tolist())
+    if request.cache_salt is not None:
+        prompt["cache_salt"] = request.cache_salt
     last: Any = None
     async for output in client.generate(prompt, sampling, f"answer-{uuid4()}"):
         last = output

@@ -44,6 +44,8 @@ def server_arguments(engine: EngineEnvironment, model: Path, config: Mapping[str
         f"--seed={spec.training.seed}",
         "--logprobs-mode=processed_logprobs",
         "--enable-prefix-caching",
+        # The probe of a publication comes before unfinished answers, all of which the engine reads again.
+        "--scheduling-policy=priority",
         f"--weight-transfer-config={json.dumps({'backend': f'moejob_{weight_transport(spec).value.lower()}'})}",
         f"--worker-extension-cls={WORKER_EXTENSION}",
         f"--middleware={MIDDLEWARE}",

@@ -17,9 +17,7 @@ PLANNING = (
     "crds/src/moejob_api/models/trainable.py",
 )
 # Fields that no accepted job may give, each with the reason.
-REFUSED: Mapping[Read, str] = {
-    ("RolloutSettings", "cache_across_versions"): "no answer outlives its weights; Keep is refused",
-}
+REFUSED: Mapping[Read, str] = {}
 
 
 @pytest.fixture(scope="module")

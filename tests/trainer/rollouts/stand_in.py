@@ -54,6 +54,7 @@ class StandIn:
     behaviour: Behaviour | None = None
     asked: list[str] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
+    requests: list[AnswerRequest] = field(default_factory=list)
     cancelled: int = 0
     most_in_flight: int = 0
     in_flight: int = 0
@@ -63,8 +64,12 @@ class StandIn:
     silent: set[str] = field(default_factory=set)
     # Of what it was sent.
     report: PublicationReport = field(default=WHOLE)
+    # It can clear its cache.
+    forgets: bool = True
     # Log-probability of every token of a probe.
     probe: float = -1.0
+    # Works in a thread before the answer to a probe.
+    probed: Callable[[], object] | None = None
     # Each works in a thread before the answer; given what is sent to join a group, and to receive a bucket.
     joined: Callable[[dict[str, Any]], None] | None = None
     updated: Callable[[dict[str, Any]], None] | None = None
@@ -74,6 +79,9 @@ class StandIn:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._runner: web.AppRunner | None = None
+        # Whether it generates, and whether it has to return what it has.
+        self.runs, self.aborts = asyncio.Event(), asyncio.Event()
+        self.runs.set()
         self.port = 0
         self.start()
 
@@ -117,10 +125,22 @@ class StandIn:
         return await self._worked(request)
 
     async def _worked(self, request: web.Request) -> web.Response:
-        body = await request.json() if request.method == "POST" and request.can_read_body else {}
         match request.path:
             case "/weight_info":
                 return web.json_response({"weight_version": self.version})
+            case "/reset_prefix_cache":
+                return web.json_response({"success": self.forgets})
+            case HttpPath.ANSWER:
+                return await self._generated(AnswerRequest.model_validate_json(await request.read()))
+            case "/pause" | "/resume":
+                self._paused(request.query.get("mode"))
+            case _:
+                body = await request.json() if request.method == "POST" and request.can_read_body else {}
+                return await self._given(request.path, body)
+        return web.json_response({})
+
+    async def _given(self, path: str, body: dict[str, Any]) -> web.Response:
+        match path:
             case "/init_weight_transfer_engine" if self.joined:
                 await asyncio.to_thread(self.joined, body["init_info"])
             case "/update_weights" if self.updated:
@@ -128,12 +148,20 @@ class StandIn:
             case "/finish_weight_update":
                 self.version = body["weight_version"]
             case "/inference/v1/generate":
+                if self.probed:
+                    await asyncio.to_thread(self.probed)
                 return self._probed(body["token_ids"])
-            case HttpPath.ANSWER:
-                return await self._generated(AnswerRequest.model_validate_json(await request.read()))
             case _:
                 pass
         return web.json_response({})
+
+    def _paused(self, mode: str | None) -> None:
+        """Follow a pause with its mode, or a resumption, which has none."""
+        for event, is_set in ((self.runs, mode is None), (self.aborts, mode == "abort")):
+            if is_set:
+                event.set()
+            else:
+                event.clear()
 
     async def _failed(self, path: str) -> web.Response:
         if path in self.silent:
@@ -146,6 +174,7 @@ class StandIn:
 
     async def _generated(self, asked: AnswerRequest) -> web.Response:
         self.prompts.append(np.frombuffer(asked.prompt, "<i4").tolist())
+        self.requests.append(asked)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -84,6 +84,11 @@ def test_an_answer_may_take_as_long_as_the_job_says() -> None:
     assert fleet_limits(spec(method="GRPO")) == FleetLimits()
 
 
+def test_an_answer_that_no_step_waits_for_may_take_longer() -> None:
+    given = spec(method="GRPO", grpo={"rollout": {"answerTimeoutSeconds": 90, "staleness": 1}})
+    assert fleet_limits(given).answer_seconds > 3600
+
+
 def test_each_request_gets_its_own_answer_with_the_version_of_each_token(serve: Serve) -> None:
     asked = requests(groups=20, members=4)
     answers = serve().serve().answers(asked)

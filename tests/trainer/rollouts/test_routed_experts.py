@@ -12,9 +12,10 @@ import pytest
 
 from fuzzing import damage_sample, random_sources
 from moejob_api.contract.answers import EngineAnswer, WeightSpan
-from moejob_trainer.rollouts.interface import Answer, GenerationRequest, RoutedLayers, SamplingParams
+from moejob_trainer.rollouts.carried_answers import AnswerSegment
+from moejob_trainer.rollouts.interface import GenerationRequest, RoutedLayers, SamplingParams
 from moejob_trainer.rollouts.routed_experts import BadRouting, decode_routed_experts
-from moejob_trainer.rollouts.wire import BadReply, read_answer
+from moejob_trainer.rollouts.wire import BadReply, WeightsLabel, read_answer
 
 # Of four layers the first is dense.
 LAYERS = RoutedLayers(layers=4, routed=(1, 2, 3), experts=8, per_token=2)
@@ -107,7 +108,7 @@ def test_damaged_routing_is_read_within_its_bounds_or_refused() -> None:
 # --- in an answer ---------------------------------------------------------------------------------------------------
 
 
-def _answer(routing: str | None, sampling: SamplingParams = SAMPLING) -> Answer:
+def _answer(routing: str | None, sampling: SamplingParams = SAMPLING) -> AnswerSegment:
     answer = EngineAnswer(
         tokens=np.array([7, 8, 1], "<i4").tobytes(),
         log_probabilities=np.full(3, -0.5, "<f4").tobytes(),
@@ -115,7 +116,7 @@ def _answer(routing: str | None, sampling: SamplingParams = SAMPLING) -> Answer:
         finish_reason="stop",
         routed_experts=routing,
     )
-    return read_answer(REQUEST, sampling, answer.model_dump_json().encode(), "here")
+    return read_answer(REQUEST, sampling, answer.model_dump_json().encode(), WeightsLabel(3, "here"))
 
 
 def test_an_answer_carries_the_experts_of_prompt_and_answer_but_the_last() -> None:

@@ -22,6 +22,8 @@ class AnswerRequest(_Message):
     top_p: float
     max_tokens: int
     stop_tokens: tuple[int, ...]
+    # Keys and values are shared by requests of one salt. Absent: by all requests.
+    cache_salt: str | None = None
 
 
 class WeightSpan(_Message):

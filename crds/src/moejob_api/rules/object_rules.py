@@ -378,9 +378,12 @@ def _supported_staleness(spec: Spec) -> Complaint:
 def _supported_cache(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.grpo.rollout.cache_across_versions is CacheAcrossVersions.CLEAR:
         return None
+    rollout = spec.grpo.rollout
+    if rollout.placement is RolloutPlacement.SEPARATE and rollout.staleness > 0:
+        return None
     return (
-        "cacheAcrossVersions Keep is for unfinished answers that get new weights, and in this version each answer is "
-        "finished before; remove it"
+        "cacheAcrossVersions Keep is for answers that are unfinished when engines get new weights: set placement "
+        f"Separate (it is {rollout.placement}) and staleness to 1 or more (it is {rollout.staleness}), or remove it"
     )
 
 
@@ -910,8 +913,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.ROLLOUT,
         "spec.grpo.rollout.cacheAcrossVersions",
         _supported_cache,
-        "self.rollout.cacheAcrossVersions == 'Clear'",
-        "cacheAcrossVersions is Clear in this version",
+        "self.rollout.cacheAcrossVersions == 'Clear' || "
+        "(self.rollout.placement == 'Separate' && self.rollout.staleness > 0)",
+        "cacheAcrossVersions Keep needs placement Separate and a staleness above 0",
         on="spec.grpo",
     ),
     ObjectRule(

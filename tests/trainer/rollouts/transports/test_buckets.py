@@ -21,7 +21,7 @@ from moejob_api.contract.group_rendezvous import join_rendezvous
 from moejob_api.contract.pods import weights_key
 from moejob_trainer.rollouts.connection import EngineConnection
 from moejob_trainer.rollouts.fleet import EngineFleet, FleetLimits
-from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
+from moejob_trainer.rollouts.publisher import EngineTerms, ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, make_gloo_group
 from moejob_trainer.rollouts.transports.buckets import (
     Bucket,
@@ -232,7 +232,7 @@ def test_engines_open_buckets_by_their_handles(receivers: list[Receiver], fleet:
         world=None,
         transport=IpcTransport(ALONE, export, 60, 12),
         probe_terms=TRIAL,
-        gpu_memory=SharedRoom(receivers[0]),
+        engine_terms=EngineTerms(gpu_memory=SharedRoom(receivers[0]), is_colocated=True),
     )
     publisher.publish(1, weights())
     for one in receivers:
@@ -279,7 +279,7 @@ def test_weights_leave_the_gpu_before_engines_take_memory_for_keys_and_come_back
         world=None,
         transport=IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60),
         probe_terms=TRIAL,
-        gpu_memory=room,
+        engine_terms=EngineTerms(gpu_memory=room, is_colocated=True),
     )
     publisher.publish(1, weights())
     publisher.release()
@@ -297,7 +297,11 @@ def test_engines_on_the_trainers_gpus_wake_for_weights_and_sleep_while_it_trains
         one.engine.updated = lambda _: None
     transport = IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60)
     publisher = Publisher(
-        fleet=fleet, world=None, transport=transport, probe_terms=TRIAL, gpu_memory=SharedRoom(receivers[0])
+        fleet=fleet,
+        world=None,
+        transport=transport,
+        probe_terms=TRIAL,
+        engine_terms=EngineTerms(gpu_memory=SharedRoom(receivers[0]), is_colocated=True),
     )
     publisher.publish(1, weights())
     publisher.release()

@@ -24,6 +24,10 @@ class EngineLost(Exception):
     """An engine that does not reply, or replies with an error of its own; another engine can take the request."""
 
 
+class RequestOverdue(EngineLost):
+    """A reply that has not come in its time, from an engine that may reply to other requests."""
+
+
 class RequestRefused(ValueError):
     """A request that an engine rejects, as every other engine would."""
 
@@ -67,7 +71,7 @@ class EngineConnection:
             async with self._open_session().request(method, url, json=body, timeout=timeout) as response:
                 content = await _read_response(url, response)
         except TimeoutError:
-            raise EngineLost(f"{url} has not answered in {seconds:g} s") from None
+            raise RequestOverdue(f"{url} has not answered in {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{url} cannot be reached: {error}") from None
         _check_status(url, response.status, content)

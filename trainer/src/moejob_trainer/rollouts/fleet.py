@@ -2,6 +2,8 @@
 
 Rank 0 alone has a fleet. An engine serves while it replies and reports the newest published weights. An engine that was
 away has to prove its weights again. Members of a group go to one engine, whose prefix cache computes their prompt once.
+Answers may be in flight while engines take new weights, so an answer with tokens of weights that no probe has proven
+waits here for the probe of its engine.
 Knows neither how weights travel nor what answers are for.
 """
 
@@ -16,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from moejob_api.contract.pods import HttpPath
-from moejob_trainer.rollouts.connection import EngineConnection, EngineLost, RequestRefused
+from moejob_trainer.rollouts.carried_answers import AnswerSegment, complete_answer, continue_request, join_segments
+from moejob_trainer.rollouts.connection import EngineConnection, EngineLost, RequestOverdue, RequestRefused
 from moejob_trainer.rollouts.idle_time import IdleClock, mean_idle_share
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.wire import (
@@ -77,11 +80,21 @@ class RolloutEngine:
     is_outdated: bool = False
     # The weights that a probe has proven. An engine reports a new label earlier, before it is resumed and probed.
     proven_label: WeightsLabel | None = None
+    # The weights that it was given later, until a probe has proven them.
+    unproven_label: WeightsLabel | None = None
     # Set when the engine is lost, and with it every request in flight there.
     lost_event: asyncio.Event = field(default_factory=asyncio.Event)
     # It computes nothing: paused for new weights, or asleep.
     is_paused: bool = False
+    # It has to reply with what it has, so answers may lack their end.
+    is_stopped: bool = False
+    # When its last answer came.
+    answered_at: float = 0.0
     idle_clock: IdleClock = field(default_factory=lambda: IdleClock(time.monotonic()))
+
+    def has_proven(self, version: int) -> bool:
+        """Return whether tokens of this version are of weights that a probe has proven here."""
+        return self.unproven_label is None or version < self.unproven_label.version
 
     def note_work(self) -> None:
         """Let the idle clock know of a change of the work; call it after each."""
@@ -115,6 +128,8 @@ class EngineFleet:
         self._changed = asyncio.Condition()
         self._watch_task: asyncio.Task[None] | None = None
         self._none_since = time.monotonic()
+        # Closed while engines take weights, and while they are stopped.
+        self._is_open = True
 
     @property
     def serving_engines(self) -> tuple[RolloutEngine, ...]:
@@ -136,7 +151,7 @@ class EngineFleet:
     async def acquire(self, group: int) -> RolloutEngine:
         """Return the engine for a group's member, once one has room; NoEngineAvailable when none has come for long."""
         async with self._changed:
-            while (engine := self._choose_engine(group)) is None:
+            while not self._is_open or (engine := self._choose_engine(group)) is None:
                 await self._wait_for_change()
             engine.in_flight += 1
             engine.note_work()
@@ -153,6 +168,29 @@ class EngineFleet:
             if not self._group_requests[group]:
                 del self._group_requests[group], self._group_engines[group]
             self._changed.notify_all()
+
+    async def close_gate(self) -> None:
+        """Let requests wait here; those in flight stay where they are."""
+        async with self._changed:
+            self._is_open = False
+
+    async def open_gate(self) -> None:
+        """Send requests to engines again."""
+        async with self._changed:
+            self._is_open, self._none_since = True, time.monotonic()
+            self._changed.notify_all()
+
+    async def await_proof(self, engine: RolloutEngine, version: int) -> None:
+        """Wait until a probe of this engine has proven the weights of this version; for ever if it is lost before."""
+        async with self._changed:
+            while not engine.has_proven(version):
+                await self._changed.wait()
+
+    async def await_drained(self, engine: RolloutEngine, seconds: float) -> None:
+        """Wait until no request is in flight at an engine, but no longer than this."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: not engine.in_flight), seconds)
 
     async def measure_idle_share(self) -> float:
         """Return the mean share of time since the last call in which engines had nothing to compute."""
@@ -185,7 +223,7 @@ class EngineFleet:
 
     async def _wait_for_change(self) -> None:
         waited = time.monotonic() - self._none_since
-        if not self.serving_engines and waited >= self.limits.start_seconds:
+        if self._is_open and not self.serving_engines and waited >= self.limits.start_seconds:
             raise NoEngineAvailable(f"no engine has served for {waited:.0f} s: {self.describe_problems()}")
         # A change wakes all waiting tasks, a deadline wakes none: so look at the clock now and then.
         with suppress(TimeoutError):
@@ -203,7 +241,8 @@ class EngineFleet:
             if engine.proven_label is not None and not engine.is_serving:
                 to_stderr(f"engine {engine.url} serves again, with weights {self.label}")
             engine.is_serving, engine.reason, engine.is_outdated = True, "", False
-            engine.proven_label = self.label
+            engine.proven_label, engine.unproven_label = self.label, None
+            engine.is_stopped = False
             engine.lost_event.clear()
             self._changed.notify_all()
 
@@ -245,7 +284,7 @@ class EngineFleet:
     async def _check_engine(self, engine: RolloutEngine) -> None:
         try:
             label = await self.get_label(engine)
-            if label == str(self.label) and engine.proven_label == self.label:
+            if label == str(self.label) and engine.proven_label == self.label and engine.unproven_label is None:
                 if not engine.is_serving:
                     await self.enlist_engine(engine)
             elif self.catch_up is None:
@@ -254,7 +293,7 @@ class EngineFleet:
                 await self.lose_engine(engine, f"is brought from weights {label!r} to {self.label}")
                 await self.catch_up(engine)
                 await self.enlist_engine(engine)
-        except (EngineLost, RequestRefused) as error:
+        except (EngineLost, RequestRefused, BadReply) as error:
             await self.lose_engine(engine, str(error))
 
     def _unproven_reason(self, label: str) -> str:
@@ -330,11 +369,13 @@ async def _filter_engines(
 class FleetGenerator:
     """Answers from a fleet. A lost engine costs its unfinished answers, which other engines generate again.
 
-    May be awaited in any event loop; cancelling a request ends its work in the engine.
+    A stopped engine costs none: the tokens that it returns are kept, and the next engine continues behind them. May be
+    awaited in any event loop; cancelling a request ends its work in the engine.
     """
 
-    def __init__(self, fleet: EngineFleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: EngineFleet, *, salts_cache: bool = False) -> None:
+        # With salts, no request uses keys and values that were computed for a request of older weights.
+        self._fleet, self._salts_cache = fleet, salts_cache
 
     async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Generate an answer in the loop of the fleet's thread."""
@@ -349,26 +390,49 @@ class FleetGenerator:
         return self._fleet.connection.run(self._fleet.measure_idle_share())
 
     async def _generate_answer(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
-        reasons = []
-        for _ in range(_TRIES):
-            engine = await self._fleet.acquire(request.group)
+        carried: AnswerSegment | None = None
+        reasons: list[str] = []
+        while len(reasons) < _TRIES:
             try:
-                return await self._fleet.await_unless_lost(engine, self._request_answer(engine, request, sampling))
+                further = await self._generate_segment(*continue_request(request, sampling, carried))
             except (EngineLost, BadReply) as error:
+                # What other engines have generated before stays.
                 reasons.append(str(error))
-                # The fleet's watch lets it serve again once it reports the published weights.
-                await self._fleet.lose_engine(engine, str(error))
-            finally:
-                await self._fleet.release(engine, request.group)
+                continue
+            carried = join_segments(carried, further)
+            if (answer := complete_answer(request, carried)) is not None:
+                return answer
         raise AnswerFailed(f"member {request.member} of group {request.group} failed {_TRIES} times: {reasons}")
 
-    async def _request_answer(
+    async def _generate_segment(self, request: GenerationRequest, sampling: SamplingParams) -> AnswerSegment:
+        """Return the tokens of one engine, which is lost if it returns none in order."""
+        engine, asked_at = await self._fleet.acquire(request.group), time.monotonic()
+        try:
+            segment = await self._fleet.await_unless_lost(engine, self._request_segment(engine, request, sampling))
+        except (EngineLost, BadReply) as error:
+            # An engine that answers others works, however long this answer takes.
+            if not (isinstance(error, RequestOverdue) and engine.answered_at > asked_at):
+                # The fleet's watch lets it serve again once it reports the published weights.
+                await self._fleet.lose_engine(engine, str(error))
+            raise
+        finally:
+            await self._fleet.release(engine, request.group)
+        engine.answered_at = time.monotonic()
+        return segment
+
+    async def _request_segment(
         self, engine: RolloutEngine, request: GenerationRequest, sampling: SamplingParams
-    ) -> Answer:
+    ) -> AnswerSegment:
         label = self._fleet.label
         if label is None:
             raise EngineLost("no weights have been published")
-        body = await self._fleet.post(
-            engine, HttpPath.ANSWER, answer_request_body(request, sampling), self._fleet.limits.answer_seconds
-        )
-        return read_answer(request, sampling, body, label.run)
+        request_body = answer_request_body(request, sampling, str(label) if self._salts_cache else None)
+        reply = await self._fleet.post(engine, HttpPath.ANSWER, request_body, self._fleet.limits.answer_seconds)
+        # The engine may have been given further weights since the request.
+        newest_label = self._fleet.label or label
+        segment = read_answer(request, sampling, reply, newest_label, is_stopped=engine.is_stopped)
+        if segment.finish_reason is None and len(segment.tokens) and not engine.has_proven(int(segment.versions[-1])):
+            raise BadReply(f"{engine.url} was stopped with tokens of weights that no probe has proven")
+        if len(segment.tokens):
+            await self._fleet.await_proof(engine, int(segment.versions[-1]))
+        return segment

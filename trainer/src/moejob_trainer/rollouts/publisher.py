@@ -83,6 +83,18 @@ class ProbeTerms:
     only_warns: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTerms:
+    """The way in which a job treats its engines between and during publications."""
+
+    # None where no memory is shared: such engines never sleep.
+    gpu_memory: SharedGpuMemory | None = None
+    # Engines that share GPUs or cores with the trainer compute nothing while it trains.
+    is_colocated: bool = False
+    # Unfinished answers go on with keys and values of older weights.
+    keeps_cache: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpectedProbe:
     """The trainer's log-probabilities of the probe's text, and the largest mean distance from them."""
@@ -115,13 +127,13 @@ class Publisher:
         world: ProcessGroup | None,
         transport: EngineTransport,
         probe_terms: ProbeTerms,
-        gpu_memory: SharedGpuMemory | None = None,
+        engine_terms: EngineTerms = EngineTerms(),
     ) -> None:
         self._fleet, self._world, self._transport, self.probe_terms = fleet, world, transport, probe_terms
-        # None where no memory is shared: such engines never sleep.
-        self._gpu_memory = gpu_memory
+        self._gpu_memory, self._is_colocated = engine_terms.gpu_memory, engine_terms.is_colocated
         self._bound: float | None = None
-        self._sync = None if fleet is None else WeightSync(fleet, sleeps=gpu_memory is not None)
+        sleeps, keeps_cache = self._gpu_memory is not None, engine_terms.keeps_cache
+        self._sync = None if fleet is None else WeightSync(fleet, sleeps=sleeps, keeps_cache=keeps_cache)
         # An earlier start of the trainer gave the same version numbers to other weights.
         self._run = messages.broadcast_value(uuid4().hex[:8], TEXT, world)
 
@@ -167,7 +179,12 @@ class Publisher:
         raise WrongWeights(probe_result.problem)
 
     def release(self) -> None:
-        """Let engines on the trainer's GPUs sleep; those that share no memory with it keep theirs."""
+        """Stop engines that share GPUs or cores with the trainer, and let those on its GPUs sleep.
+
+        Unfinished answers wait on rank 0 for the next publication, and go on from there.
+        """
+        if self._is_colocated and self._sync is not None:
+            self._sync.run(self._sync.stop_answers())
         if self._gpu_memory is None:
             return
         if self._sync is not None:
@@ -201,7 +218,7 @@ class Publisher:
             if not engines:
                 lost = f"no engine has kept the weights {label}: {fleet.describe_problems()}"
                 return _ProbeResult(0.0, 0.0, lost, is_lost=True)
-            problem = self._find_problem(expected, probes)
+            problem = await self._lose_wrong_engines(fleet, expected, probes)
             if problem is not None:
                 await sync.sleep_unused(engines)
                 return _ProbeResult(0.0, 0.0, problem)
@@ -217,6 +234,18 @@ class Publisher:
             [np.abs(expected.log_probabilities - engine_log_probabilities) for _, engine_log_probabilities in probes]
         )
         return _ProbeResult(float(distances.mean()), float(distances.max()))
+
+    async def _lose_wrong_engines(
+        self, fleet: EngineFleet, expected: ExpectedProbe, probes: Sequence[tuple[RolloutEngine, Floats]]
+    ) -> str | None:
+        """Give up all answers of engines that compute something else; return the problem of the first, else None."""
+        problems = []
+        for engine, engine_log_probabilities in probes:
+            problem = self._find_problem(expected, [(engine, engine_log_probabilities)])
+            if problem is not None:
+                problems.append(problem)
+                await fleet.lose_engine(engine, problem)
+        return problems[0] if problems else None
 
     def _catch_up_load(
         self, transfer: TransferResult, label: WeightsLabel, expected: ExpectedProbe

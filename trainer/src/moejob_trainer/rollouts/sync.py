@@ -1,12 +1,14 @@
 """The order in which engines take new weights, in the protocol of vLLM, and the probe that shows them there.
 
-objectives/grpo/objective.py says when: before each step generates, so that answers are never from an earlier step's
-weights. A job that asks for older answers (staleness) is refused by moejob_api.rules.object_rules.
+Answers may be in flight. Engines with GPUs of their own keep them while they are paused, and go on with the new
+weights. Engines that share GPUs or cores with the trainer are stopped before it trains, and return what they have.
+objectives/grpo/objective.py says when.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from moejob_trainer.rollouts.wire import (
     WeightsLabel,
     probe_request_body,
     publication_problem,
+    read_cache_reset,
     read_probe,
     read_publication,
 )
@@ -33,8 +36,9 @@ LoadWeights = Callable[[RolloutEngine], Awaitable[None]]
 class WeightSync:
     """Steps of a synchronization over all engines; an engine that fails a step is lost, and has no part in the next."""
 
-    def __init__(self, fleet: EngineFleet, *, sleeps: bool = False) -> None:
-        self._fleet, self._sleeps = fleet, sleeps
+    def __init__(self, fleet: EngineFleet, *, sleeps: bool = False, keeps_cache: bool = False) -> None:
+        # `keeps_cache`: unfinished answers go on with keys and values of older weights, and are not read again.
+        self._fleet, self._sleeps, self._keeps_cache = fleet, sleeps, keeps_cache
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run requests to engines in their thread, and wait for the result."""
@@ -49,6 +53,8 @@ class WeightSync:
         for engine in {*self._fleet.engines} - {*engines}:
             # It may return in the middle of the update, with the previous weights.
             await self._fleet.lose_engine(engine, engine.reason)
+        # New requests wait for the probe: what is asked of an engine before may be answered by wrong weights.
+        await self._fleet.close_gate()
         return await self.run_on_each(engines, self._start_engine_update)
 
     async def check_engines(self, engines: Sequence[RolloutEngine]) -> tuple[tuple[RolloutEngine, ...], str | None]:
@@ -96,6 +102,7 @@ class WeightSync:
         self._fleet.catch_up = catch_up
         for engine in engines:
             await self._fleet.enlist_engine(engine)
+        await self._fleet.open_gate()
         await self._fleet.start_watching()
 
     async def run_on_each(self, engines: Sequence[RolloutEngine], step: LoadWeights) -> tuple[RolloutEngine, ...]:
@@ -111,6 +118,25 @@ class WeightSync:
 
         worked = await asyncio.gather(*(try_step(engine) for engine in engines))
         return tuple(engine for engine, has_worked in zip(engines, worked, strict=True) if has_worked)
+
+    async def stop_answers(self) -> None:
+        """Let engines return unfinished answers as they are, and compute nothing until the next publication."""
+        await self._fleet.close_gate()
+        busy_engines = [engine for engine in self._fleet.serving_engines if engine.in_flight]
+        await self.run_on_each(busy_engines, self._stop_engine)
+
+    async def _stop_engine(self, engine: RolloutEngine) -> None:
+        engine.is_stopped = True
+        limits, began_at = self._fleet.limits, time.monotonic()
+        while engine.in_flight:
+            if time.monotonic() - began_at > limits.silence_seconds:
+                raise EngineLost(
+                    f"has {engine.in_flight} answers in flight {limits.silence_seconds:g} s after it stopped"
+                )
+            # Again, for a request that was on its way: the engine keeps it until the next publication.
+            await self._fleet.post(engine, "/pause?mode=abort")
+            engine.set_paused(is_paused=True)
+            await self._fleet.await_drained(engine, limits.look_seconds)
 
     async def sleep_serving(self) -> None:
         """Let engines give back their memory; the next publication brings weights, and room for keys and values."""
@@ -158,7 +184,7 @@ class WeightSync:
         if self._sleeps:
             # Wake it before the pause: behind it, the wake-up of an engine that is awake anyway would let it generate.
             await self._fleet.post(engine, "/wake_up?tags=weights")
-        await self._fleet.post(engine, "/pause?mode=keep")
+        await self._fleet.post(engine, f"/pause?mode=keep{'&clear_cache=false' if self._keeps_cache else ''}")
         engine.set_paused(is_paused=True)
         try:
             await self._fleet.post(engine, "/start_weight_update")
@@ -173,9 +199,11 @@ class WeightSync:
 
     async def _finish_engine_update(self, engine: RolloutEngine, label: WeightsLabel) -> None:
         seconds = self._fleet.limits.update_seconds
+        # Before the engine can generate with them.
+        engine.unproven_label = label
         await self._fleet.post(engine, "/finish_weight_update", {"weight_version": str(label)}, seconds)
-        # Keys and values of a prompt are those of the weights that computed them.
-        await self._fleet.post(engine, "/reset_prefix_cache")
+        if not self._keeps_cache:
+            await self._clear_cache(engine)
         if self._sleeps:
             await self._fleet.post(engine, "/wake_up?tags=kv_cache")
         await self._fleet.post(engine, "/resume")
@@ -183,3 +211,8 @@ class WeightSync:
         reported_label = await self._fleet.get_label(engine)
         if reported_label != str(label):
             raise EngineLost(f"{engine.url} says that its weights are {reported_label!r} after it was given {label}")
+
+    async def _clear_cache(self, engine: RolloutEngine) -> None:
+        """Let an engine forget keys and values, which are those of the weights that computed them."""
+        if not read_cache_reset(await self._fleet.post(engine, "/reset_prefix_cache")):
+            raise EngineLost(f"{engine.url} keeps keys and values of older weights")

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from moejob_api.contract.engines import separate_engines, weight_transport
 from moejob_api.contract.pods import Environment, weights_key
 from moejob_api.job import Spec
-from moejob_api.job.grpo import ProbeMismatch, WeightTransport
+from moejob_api.job.grpo import CacheAcrossVersions, ProbeMismatch, WeightTransport
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan
@@ -25,7 +25,7 @@ from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.rollouts.connection import EngineConnection
 from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import RoutedLayers, Tokens
-from moejob_trainer.rollouts.publisher import EngineTransport, ProbeTerms, Publisher, SharedGpuMemory
+from moejob_trainer.rollouts.publisher import EngineTerms, EngineTransport, ProbeTerms, Publisher, SharedGpuMemory
 from moejob_trainer.rollouts.transports.broadcast import (
     BroadcastTransport,
     EngineRendezvous,
@@ -41,6 +41,8 @@ from moejob_trainer.setup.grpo import RolloutEngines
 from moejob_trainer.setup.prompts import RunPrompts
 
 _FOLDER = "weights"
+# A day: longer than any answer takes.
+_ANY_SECONDS = 86_400.0
 _TOKEN_IDS = TypeAdapter(list[int])
 
 
@@ -59,16 +61,31 @@ def connect_engines(
         world=context.control,
         transport=_build_transport(context, limits.start_seconds),
         probe_terms=_build_trial(context, engine, prompts),
-        gpu_memory=_shared_gpu_memory(context.spec, engine),
+        engine_terms=EngineTerms(
+            gpu_memory=_shared_gpu_memory(context.spec, engine),
+            is_colocated=separate_engines(context.spec) == 0,
+            keeps_cache=keeps_cache(context.spec),
+        ),
     )
     stack.callback(publisher.close)
-    generator = None if fleet is None else FleetGenerator(fleet)
+    generator = None if fleet is None else FleetGenerator(fleet, salts_cache=keeps_cache(context.spec))
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
 
 
+def keeps_cache(spec: Spec) -> bool:
+    """Return whether an unfinished answer continues with keys and values of the older weights."""
+    return spec.grpo is not None and spec.grpo.rollout.cache_across_versions is CacheAcrossVersions.KEEP
+
+
 def fleet_limits(spec: Spec) -> FleetLimits:
-    """The times of a fleet: the job's for an answer, and the defaults."""
-    return FleetLimits() if spec.grpo is None else FleetLimits(answer_seconds=spec.grpo.rollout.answer_timeout_seconds)
+    """The times of a fleet: the job's for an answer, and the defaults.
+
+    With staleness, an answer may take longer as long as no step waits for it; the steps bound it then.
+    """
+    if spec.grpo is None:
+        return FleetLimits()
+    rollout = spec.grpo.rollout
+    return FleetLimits(answer_seconds=_ANY_SECONDS if rollout.staleness else rollout.answer_timeout_seconds)
 
 
 def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
