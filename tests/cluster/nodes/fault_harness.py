@@ -31,7 +31,7 @@ STEPS_AT_RISK = 2
 
 @dataclass(frozen=True)
 class FaultHarness:
-    """Takes jobs in. `calm` is the loss of every step of one that nothing is done to."""
+    """Takes jobs in. `undisturbed_losses` are those of every step of a job that nothing is done to."""
 
     nodes: Cluster
     home: Release

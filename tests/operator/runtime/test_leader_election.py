@@ -173,7 +173,7 @@ class Store:
 
 @dataclass
 class Replica:
-    """A candidate whose work is to be seen: `acts` while it may write."""
+    """A candidate for leader. `led` has the times in which it led, and `may_act` says whether it may write."""
 
     etcd: Etcd
     name: str

@@ -16,7 +16,7 @@ from moejob_trainer.layers.vocabulary import token_log_probabilities
 
 @dataclass(frozen=True)
 class Attention:
-    """Arguments of `attended` for a whole row, and the gradient that comes back to its output."""
+    """Arguments of `compute_attention` for a whole row, and the gradient that comes back to its output."""
 
     q: Tensor
     k: Tensor
@@ -69,7 +69,7 @@ def attention_by_definition(case: Attention) -> list[Tensor]:
 
 
 def attention_here(case: Attention, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The same from `attended`, of the tokens that this rank holds."""
+    """The same from `compute_attention`, of the tokens that this rank holds."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     documents = Documents.from_lengths(case.lengths, context_rank=rank, context_size=size)
     held = documents.row_indices()

@@ -25,7 +25,7 @@ _MOST_ATTEMPTS = 10**9
 
 
 class HeldRunFolder:
-    """A run folder that this process holds; made by `held`."""
+    """A run folder that this process holds; made by `hold_run_folder`."""
 
     def __init__(self, path: Path, owner: RunOwner, secret: str, lock: int) -> None:
         self.path, self.owner, self.secret, self.lock = path, owner, secret, lock

@@ -26,7 +26,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def start_exchange(self, start: Start, on_arrival: Callable[[Tensor], None]) -> Finish:
-        """Start an exchange, and call `then` with its rows: on a GPU when they arrive, on a CPU at the finish."""
+        """Start an exchange; call `on_arrival` with its rows: on a GPU when they arrive, on a CPU at the finish."""
         if self._stream is None:
             return partial(_finish_exchange, start(), on_arrival)
         return self.run(lambda: _finish_exchange(start(), on_arrival))

@@ -215,7 +215,7 @@ def expert_capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
 def drop_beyond_capacity(
     experts: Tensor, probabilities: Tensor, max_tokens: Tensor | int, expert_count: int
 ) -> tuple[Tensor, Tensor]:
-    """Keep the `most` choices of each expert with the highest probabilities.
+    """Keep the `max_tokens` choices of each expert with the highest probabilities.
 
     A choice that is dropped becomes one of none: the expert `expert_count`, with probability 0.
     """

@@ -242,7 +242,7 @@ def _recompute_gradients(
 def _read_chunk(
     hidden: Tensor, weight: Tensor, places: Tensor, words: _VocabularyPart, slope_memory: Tensor | None
 ) -> Tensor:
-    """Normaliser, entropy and the label's logit of each token; its slopes for a gradient of 1 in `room`. [3, t]"""
+    """Normaliser, entropy and logit of the label of each token; slopes for a gradient of 1 in `slope_memory`. [3, t]"""
     if words.existing == 0:
         zeros = torch.zeros_like(at_least_float32(hidden[:, 0]))
         return torch.stack(_combine_over_group(zeros - math.inf, zeros, zeros, zeros, words.group))
@@ -302,7 +302,7 @@ def _compute_slope(
     dtype: torch.dtype,
     slope_memory: Tensor | None = None,
 ) -> Tensor:
-    """`plain_slope` in `dtype`, that of the product that follows; in `room` where there is one. [t, words]"""
+    """`plain_slope` in `dtype`, that of the product that follows; in `slope_memory` where there is one. [t, words]"""
     fused = find_kernels("vocabulary", logits)
     if fused and fused.can_take_logits(logits):
         slope: Tensor = fused.compute_slope(logits, tokens, existing, temperature, dtype, slope_memory)

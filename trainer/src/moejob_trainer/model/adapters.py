@@ -183,7 +183,7 @@ class Adapter:
         )
 
     def delta_weight(self, gather_whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """scale * B A, in the shape of the matrix; `whole` puts a parameter together that replicas divide."""
+        """scale * B A, in the shape of the matrix; `gather_whole` puts a parameter together that replicas divide."""
         a, b = (gather_whole(factor.parameter).view(factor.shape) for factor in self.factors)
         inputs = a.shape[len(self.matrix.stack) + 1 :]
         a = a.flatten(len(self.matrix.stack) + 1)

@@ -108,7 +108,7 @@ class LocalExperts(nn.Module):
     ) -> Tensor:
         """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted
 
-        fetch: the way from tokens to sorted rows. If inputs are forgotten, `permuted`: tokens are here then.
+        fetch: the way from tokens to sorted rows. If inputs are forgotten, `permute_tokens`: tokens are here then.
         """
         bounds, rows = permutation.bounds, permutation.row_count
 

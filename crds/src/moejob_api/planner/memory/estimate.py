@@ -102,7 +102,7 @@ class MemoryFootprint:
 
 
 def estimate_footprint(case: PlanningCase, limit_bytes: int | None) -> MemoryFootprint | None:
-    """Return the sums that `estimate` explains; None where they are beyond the limit of a GPU."""
+    """Return the sums that `estimate_memory` explains; None where they are beyond the limit of a GPU."""
     loads = _loads_within(case, limit_bytes)
     if loads is None:
         return None

@@ -37,7 +37,8 @@ def update_weights(
 ) -> None:
     """Move weights and moments one step on. Twin of torch's fused adamw; the gradient stays as it is.
 
-    `kept` is the same tensor as `weight`, in float32, or what a `weight` in bfloat16 lacks of its master, in int16.
+    `master_storage` is the same tensor as `weight`, in float32, or what a `weight` in bfloat16 lacks of its master,
+    in int16.
     """
     elements = weight.numel()
     if not elements:

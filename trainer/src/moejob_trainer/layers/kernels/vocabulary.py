@@ -38,7 +38,7 @@ def compute_slope(
     dtype: torch.dtype,
     slope_memory: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `vocabulary.plain_slope`; in `room`, or else in place where logits have that `dtype`."""
+    """Twin of `vocabulary.plain_slope`; in `slope_memory`, or else in place where logits have that `dtype`."""
     tokens, words = logits.shape
     logits = logits.contiguous()
     output = slope_memory

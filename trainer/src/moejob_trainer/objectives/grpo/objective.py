@@ -104,7 +104,7 @@ class GrpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepServices:
-    """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting` beats while a rank waits."""
+    """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting_heartbeat` beats in waits."""
 
     peers: PeerRanks
     publisher: WeightPublisher
