@@ -26,10 +26,9 @@ from benchmarks.rollout.sides import MEMBERS, Alone, our_rate, unknown
 from builders import spec
 from engines import SECRET, Engine
 from moejob_api.hardware import job_hardware
-from moejob_api.layout.sizes import derive_layout
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.planner.cost import TimeUse, step_cost
+from moejob_api.planner.cost.generation import engine_speed
 from moejob_trainer.rollouts.connection import EngineConnection
 from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
 from moejob_trainer.rollouts.interface import Tokens
@@ -72,9 +71,10 @@ class _Case:
     def planned(self, at_once: int) -> float:
         """Return the tokens a second that the planner expects."""
         job = spec(**self.sections(at_once))
-        cost = step_cost(job, shape_of(self.config), derive_layout(job.parallelism, 8), job_hardware(job.resources))
-        (seconds,) = (part.seconds for part in cost.parts if part.name is TimeUse.GENERATION)
-        return at_once * ANSWER_TOKENS / seconds
+        if job.grpo is None:
+            raise ValueError("the job has engines")
+        engine = engine_speed(job, job.grpo, shape_of(self.config), 1, job_hardware(job.resources))
+        return at_once / engine.round_seconds(at_once)
 
 
 def main() -> None:

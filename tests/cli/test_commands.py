@@ -130,6 +130,25 @@ def test_the_document_of_grpo_tells_where_answers_are_generated() -> None:
     }
 
 
+def test_a_plan_of_grpo_says_who_waits_for_whom() -> None:
+    job = str(EXAMPLES / "llama-405b-grpo-256gpu.yaml")
+    shown, answer = moejob("plan", job).stdout, json.loads(moejob("plan", job, "-o", "json").stdout)["rolloutTime"]
+    (step,) = [step for step in answer["steps"] if step["staleness"] == answer["staleness"]]
+    parts = step["syncSeconds"] + step["learnSeconds"] + step["waitSeconds"]
+    assert parts == pytest.approx(step["stepSeconds"])
+    assert f"{step['stepSeconds']:,.1f} s" in shown
+    assert all(f"  {sentence}\n" in shown for sentence in answer["advice"])
+    assert json.loads(moejob("plan", str(ACCEPTED), "-o", "json").stdout)["rolloutTime"] is None
+    assert json.loads(moejob("plan", str(EXAMPLES / "tiny-grpo.yaml"), "-o", "json").stdout)["rolloutTime"] is None
+
+
+def test_auto_says_what_no_layout_mends() -> None:
+    wishes = ("--auto", "--model", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--gpus", "8", "--gpu-type", "H100")
+    answer = moejob("plan", *wishes)
+    assert answer.returncode == 1
+    assert "refused spec.model.source: Qwen3-Next needs layers" in answer.stdout
+
+
 def test_ranks_lists_every_rank() -> None:
     rows = [line.split() for line in moejob("plan", str(ACCEPTED), "--ranks").stdout.splitlines()]
     assert [row[0] for row in rows if len(row) > 10 and row[0].isdigit()] == [str(rank) for rank in range(16)]

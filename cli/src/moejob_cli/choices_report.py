@@ -41,6 +41,7 @@ def _choice_lines(place: int, choice: LayoutChoice) -> RenderableType:
 
 def _engine_words(rollout: RolloutSettings) -> str:
     engine_size = f"of {rollout.tensor} GPU{'s' if rollout.tensor > 1 else ''}"
+    age = f", staleness: {rollout.staleness}" if rollout.staleness else ""
     if rollout.placement is RolloutPlacement.COLOCATED:
-        return f"engines {engine_size} beside the trainer"
-    return f"{rollout.replicas or 1} separate engines {engine_size}"
+        return f"engines {engine_size} beside the trainer{age}"
+    return f"{rollout.replicas or 1} separate engines {engine_size}{age}"

@@ -18,9 +18,9 @@ from moejob_api.job.resources import GpuType
 from moejob_api.layout.sizes import count_gpus as gpus_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import UnseenModel
-from moejob_api.planner.engine_choice import with_runnable_engines
+from moejob_api.planner.engine_choice import find_engine_problem, with_runnable_engines
 from moejob_api.planner.plan import plan_job
-from moejob_api.planner.search import LayoutChoice, best_layouts, find_leanest_layout
+from moejob_api.planner.search import LayoutChoice, best_layouts, find_constant_problems, find_leanest_layout
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.quantities import readable_bytes
 from moejob_cli.document import parallelism_fields
@@ -75,9 +75,23 @@ def choose_layouts(request: LayoutRequest) -> ChosenLayouts:
     # Without --gpus the search keeps the size of the job: its trainer, and engines in pods of their own.
     count = request.gpus or gpus_of(job.spec.parallelism) + _engine_gpus(job.spec)
     machine = _apply_speeds(job_hardware(job.spec.resources), request.speeds)
+    # A layout mends none of these, so a search would only take time.
+    if faults := tuple(_find_faults(job.spec, shape, count, machine)):
+        return ChosenLayouts(job, shape, count, machine, (), faults)
     choices = best_layouts(job.spec, shape, count, machine)
     problems = () if choices else tuple(_find_obstacles(job.spec, shape, count, machine))
     return ChosenLayouts(job, shape, count, machine, choices, problems)
+
+
+def _find_faults(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
+    """Yield the problems that the job has with every layout."""
+    engine_problem = find_engine_problem(spec, shape, count, machine)
+    if engine_problem is not None:
+        yield engine_problem
+    yield from find_constant_problems(spec, shape, count, machine)
+    yield from (
+        problem for problem in plan_job(spec, shape, with_suggestions=False).problems if problem.rule is Rule.STORAGE
+    )
 
 
 def _engine_gpus(spec: Spec) -> int:
@@ -151,7 +165,13 @@ def _choice_fields(choice: LayoutChoice) -> dict[str, Any]:
 
 
 def _rollout_fields(rollout: RolloutSettings) -> dict[str, Any]:
-    return {"placement": str(rollout.placement), "replicas": rollout.replicas, "tensor": rollout.tensor}
+    return {
+        "placement": str(rollout.placement),
+        "replicas": rollout.replicas,
+        "tensor": rollout.tensor,
+        "gpuMemoryUtilization": rollout.gpu_memory_utilization,
+        "staleness": rollout.staleness,
+    }
 
 
 def _starting_job(request: LayoutRequest) -> MoETrainingJob:

@@ -11,12 +11,15 @@ from pydantic.alias_generators import to_camel
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
+from moejob_api.planner.cost.staleness import StalenessTime
 from moejob_api.planner.plan import Plan
+from moejob_api.planner.rollout_plan import RolloutPlan, rollout_of_plan
 from moejob_api.problems import Problem
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values."""
+    rollout_plan = rollout_of_plan(plan)
     return {
         "accepted": plan.is_accepted,
         "model": _model_fields(plan.shape) if plan.shape else None,
@@ -25,6 +28,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         # asdict leaves properties out, and the sum of the volume is one.
         "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
         "rollout": _camel_case_fields(asdict(plan.rollout)) if plan.rollout else None,
+        "rolloutTime": _rollout_time_fields(rollout_plan) if rollout_plan else None,
         "problems": _problem_fields(plan.problems),
         "warnings": _problem_fields(plan.warnings),
         "suggestions": [
@@ -64,6 +68,28 @@ def _memory_fields(plan: Plan) -> dict[str, Any] | None:
         "phase": str(need.peak.phase),
         "hostBytesPerPod": need.host_bytes_per_pod,
         "parts": [{"name": str(part.name), "bytes": part.bytes, "why": part.why} for part in need.parts],
+    }
+
+
+def _rollout_time_fields(rollout: RolloutPlan) -> dict[str, Any]:
+    return {
+        "meanAnswerTokens": rollout.mean_tokens,
+        "longestAnswerTokens": rollout.longest_tokens,
+        "staleness": rollout.current.staleness,
+        "steps": [_step_fields(step) for step in rollout.compared],
+        "advice": list(rollout.advice),
+    }
+
+
+def _step_fields(step: StalenessTime) -> dict[str, Any]:
+    return {
+        "staleness": step.staleness,
+        "stepSeconds": step.seconds,
+        "syncSeconds": step.sync,
+        "learnSeconds": step.learning,
+        "waitSeconds": step.waiting,
+        "trainerIdleShare": step.trainer_idle_share,
+        "engineIdleShare": step.engine_idle_share,
     }
 
 

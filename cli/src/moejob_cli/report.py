@@ -22,10 +22,12 @@ from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed
 from moejob_api.planner.plan import Plan
+from moejob_api.planner.rollout_plan import rollout_of_plan
 from moejob_api.problems import Problem
 from moejob_api.quantities import quantity_bytes, readable_bytes
 from moejob_cli.document import parallelism_fields
 from moejob_cli.local_files import unreadable_sources
+from moejob_cli.rollout_report import rollout_report
 
 if TYPE_CHECKING:
     from moejob_api.planner.suggestions import Suggestion
@@ -61,6 +63,9 @@ def _report_sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ra
         yield _memory_table(plan, plan.memory)
     if plan.volume is not None and plan.memory is not None:
         yield _volume_line(plan.volume, plan.spec.storage.size)
+    if (rollout := rollout_of_plan(plan)) is not None:
+        yield Text()
+        yield rollout_report(rollout)
     for warning in plan.warnings:
         yield problem_line(warning, "note", "yellow")
     if plan.suggestions:

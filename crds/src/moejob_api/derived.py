@@ -9,7 +9,7 @@ from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import Grpo, MismatchCorrection, RolloutPlacement
+from moejob_api.job.grpo import Grpo, KlTarget, MismatchCorrection, RolloutPlacement
 from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
@@ -136,6 +136,14 @@ def mismatch_correction(grpo: Grpo) -> MismatchCorrection | None:
     if grpo.mismatch is None and grpo.rollout.staleness > 0:
         return MismatchCorrection()
     return grpo.mismatch
+
+
+def needs_old_probabilities(grpo: Grpo, updates: int) -> bool:
+    """Return whether a step of this many updates computes the trainer's log-probabilities of its answers beforehand.
+
+    The only update of a step computes them anyway, by the weights that the step begins with.
+    """
+    return updates > 1 or (grpo.kl.coefficient > 0 and grpo.kl.apply_to is KlTarget.REWARD)
 
 
 def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:

@@ -15,10 +15,17 @@ from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import count_gpus, derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import step_cost
-from moejob_api.planner.engine_choice import with_runnable_engines
+from moejob_api.planner.engine_choice import find_engine_problem, with_runnable_engines
 from moejob_api.planner.memory import estimate_memory
 from moejob_api.planner.plan import plan_job
-from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, LayoutChoice, best_layouts, candidate_layouts
+from moejob_api.planner.search import (
+    HEADROOM,
+    MICRO_BATCH_SIZES,
+    LayoutChoice,
+    best_layouts,
+    candidate_layouts,
+    find_constant_problems,
+)
 from moejob_api.rules import layout_problems
 
 QUESTIONS: list[Any] = [
@@ -71,7 +78,8 @@ def test_every_choice_is_accepted_as_it_stands(shape: ModelShape, sections: dict
     asked = spec(**sections, storage={"claimName": "mine", "size": None})
     choices = best_layouts(asked, shape, count, H200 if "H200" in str(sections) else H100)
     assert choices
-    assert [choice.cost.seconds for choice in choices] == sorted(choice.cost.seconds for choice in choices)
+    weighed = [weighed_seconds(choice) for choice in choices]
+    assert weighed == sorted(weighed)
     for choice in choices:
         engines = rollout_layout(choice.spec, choice.layout)
         assert count_gpus(choice.spec.parallelism) + (0 if engines is None else engines.gpus) == count
@@ -145,8 +153,60 @@ def test_a_gpu_with_more_memory_is_never_slower() -> None:
 def test_engines_that_the_job_counts_stay_so_many() -> None:
     counted = grpo_spec(80, RolloutPlacement.SEPARATE, replicas=3)
     (choice,) = best_layouts(counted, moe_model(8), 8, H100, limit=1)
-    assert best((choice,))[0].rollout.replicas == 3
-    assert choice.layout.gpus == 5
+    rollout = best((choice,))[0].rollout
+    assert rollout.replicas == 3
+    assert choice.layout.gpus == 8 - 3 * rollout.tensor
+
+
+def test_a_search_with_all_engines_finds_what_one_for_each_of_them_finds() -> None:
+    """Engines that leave the trainer the same GPUs are weighed in one search."""
+    asked = grpo_spec(40, None)
+    (fastest,) = best_layouts(asked, moe_model(8), 8, H100, limit=1)
+    separate = [
+        best_layouts(grpo_spec(40, RolloutPlacement.SEPARATE, tensor=tensor, replicas=replicas), moe_model(8), 8, H100)
+        for tensor in (1, 2, 4)
+        for replicas in range(1, 8 // tensor + 1)
+        if replicas * tensor < 7
+    ]
+    colocated = [
+        best_layouts(grpo_spec(40, RolloutPlacement.COLOCATED, tensor=tensor), moe_model(8), 8, H100)
+        for tensor in (1, 2, 4, 8)
+    ]
+    assert fastest.cost.seconds == pytest.approx(min(best(found)[1] for found in (*separate, *colocated) if found))
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "says"),
+    [
+        pytest.param("H100", "use GPUs with more memory", id="no engine of a node"),
+        pytest.param("H200", "use GPUs with more memory", id="no engine of a larger node"),
+        pytest.param("B200", None, id="an engine of eight GPUs with 95 % of each"),
+    ],
+)
+def test_a_model_that_no_engine_holds_is_refused_before_the_search(gpu_type: str, says: str | None) -> None:
+    asked = spec(method="GRPO", resources={"gpuType": gpu_type})
+    problem = find_engine_problem(asked, latent_model(), 512, H100)
+    assert (problem is None) if says is None else (problem is not None and problem.message.endswith(says))
+
+
+@pytest.mark.parametrize(
+    ("sections", "paths"),
+    [
+        pytest.param({}, [], id="nothing is wrong"),
+        pytest.param({"parallelism": {"tensor": 3}}, [], id="another layout is chosen anyway"),
+        pytest.param({"training": {"deterministic": True}}, ["spec.training.deterministic"], id="no layout mends it"),
+    ],
+)
+def test_problems_of_every_layout_are_those_of_the_job(sections: dict[str, Any], paths: list[str]) -> None:
+    asked = spec(method="GRPO", resources={"gpuType": "H200"}, **sections)
+    problems = find_constant_problems(asked, moe_model(), 8, H200)
+    assert [problem.path for problem in problems] == paths
+
+
+def weighed_seconds(choice: LayoutChoice) -> float:
+    """Seconds of a step, which older answers have to make 3 % faster for each version."""
+    grpo = choice.spec.grpo
+    return choice.cost.seconds * (1 if grpo is None else 1 + 0.03 * grpo.rollout.staleness)
 
 
 # Of a GPU that has too little for small engines, for colocated ones, and for neither.

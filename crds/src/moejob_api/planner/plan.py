@@ -21,7 +21,7 @@ from moejob_api.layout.sizes import Layout, count_gpus, derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate_memory, volume_need
 from moejob_api.planner.memory.case import prepare_case
-from moejob_api.planner.memory.estimate import MemoryFootprint, estimate_footprint
+from moejob_api.planner.memory.estimate import estimate_footprint, host_bytes_of_pod, is_within_host_memory
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, quantity_bytes, readable_bytes
 from moejob_api.rules import GRID_RULES, layout_problems
@@ -148,11 +148,11 @@ def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryE
 
 
 def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
-    if spec.resources.memory is None or _is_within_host_memory(spec, need):
+    if spec.resources.memory is None or is_within_host_memory(spec, need):
         return
-    needed = _host_bytes(spec, need)
+    needed = host_bytes_of_pod(spec, need)
     waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
-    fits_when_waiting = _is_within_host_memory(spec, estimate_memory(waiting, shape, sizes))
+    fits_when_waiting = is_within_host_memory(spec, estimate_memory(waiting, shape, sizes))
     replay = need.replay_bytes_per_pod
     fits_without_replay = needed - replay <= quantity_bytes(spec.resources.memory)
     yield Problem(
@@ -164,15 +164,6 @@ def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEst
         + (", or checkpoint.async to false" if fits_when_waiting else "")
         + (", or grpo.routingReplay to false" if replay and fits_without_replay else ""),
     )
-
-
-def _host_bytes(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> int:
-    # /dev/shm is memory-backed and counts against the pod's limit.
-    return need.host_bytes_per_pod + quantity_bytes(spec.resources.shared_memory)
-
-
-def _is_within_host_memory(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> bool:
-    return spec.resources.memory is None or _host_bytes(spec, need) <= quantity_bytes(spec.resources.memory)
 
 
 def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:
@@ -268,6 +259,6 @@ def _measure_fit(shape: ModelShape | None, spec: Spec) -> LayoutFit | None:
     if shape is None:
         return LayoutFit(sizes.gpus, sizes.nodes, None)
     need = estimate_footprint(prepare_case(spec, shape, sizes), memory_limit_bytes(spec.resources))
-    if need is None or not _is_within_host_memory(spec, need):
+    if need is None or not is_within_host_memory(spec, need):
         return None
     return LayoutFit(sizes.gpus, sizes.nodes, need.bytes)

@@ -7,11 +7,12 @@ offloadOptimizer, and of GRPO's engines what the job leaves open (engine_choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 
 from moejob_api.arithmetic import divisors
 from moejob_api.derived import global_batch_size
-from moejob_api.hardware import Hardware, memory_limit_bytes
+from moejob_api.hardware import H100, Hardware, memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
@@ -20,12 +21,12 @@ from moejob_api.layout.sizes import Layout, derive_layout
 from moejob_api.layout.stages import stage_splits
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import StepCost, step_cost
-from moejob_api.planner.cost.estimate import least_step_seconds, step_seconds
+from moejob_api.planner.cost.estimate import least_step_seconds, prepare_cost_case, step_seconds
 from moejob_api.planner.cost.rates import GpuMachine
-from moejob_api.planner.engine_choice import gpu_divisions
+from moejob_api.planner.engine_choice import GpuDivision, gpu_divisions
 from moejob_api.planner.memory import MemoryEstimate, estimate_memory
-from moejob_api.planner.memory.case import PlanningCase, model_parameters, prepare_case
-from moejob_api.planner.memory.estimate import can_fit, peak_bytes
+from moejob_api.planner.memory.case import prepare_case
+from moejob_api.planner.memory.estimate import can_fit, can_hold_states, peak_bytes
 from moejob_api.planner.memory.kinds import LayerKinds, layers_by_kind
 from moejob_api.planner.pruning import can_divide_batch, can_divide_experts, can_divide_matrices, can_divide_sequences
 from moejob_api.problems import Problem
@@ -34,6 +35,8 @@ from moejob_api.rules import layout_problems
 
 # More chunks a stage send more messages for ever smaller gains.
 CHUNKS = (1, 2, 3, 4)
+# Layouts whose problems are compared: what all of them have, the job has.
+DIVISIONS_PROBED, LAYOUTS_PROBED = 3, 20
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 # The share of a GPU's memory that chosen layouts leave free, for needs that the estimate does not know.
 HEADROOM = 0.05
@@ -63,11 +66,23 @@ def best_layouts(
     inputs = _SearchInputs(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
     offloads = (spec.memory.offload_optimizer, 1.0) if _can_offload(spec) else (spec.memory.offload_optimizer,)
     ranking = _LayoutRanking(limit)
-    for division in gpu_divisions(spec, shape, gpus):
+    for division in gpu_divisions(spec, shape, gpus, hardware):
         for offload in offloads:
-            if _rank_grids(replace(inputs, spec=division.spec), division.trainer_gpus, offload, ranking):
+            if _rank_grids(inputs, division, offload, ranking):
                 break
     return tuple(_build_choice(inputs, entry) for entry in ranking.sorted_entries())
+
+
+def find_constant_problems(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware) -> tuple[Problem, ...]:
+    """Return the problems that the job has with every layout, without a search for the best."""
+    common_problems: set[Problem] | None = None
+    for division in islice(gpu_divisions(spec, shape, gpus, hardware), DIVISIONS_PROBED):
+        layouts = candidate_layouts(division.spec, shape, division.trainer_gpus)
+        for cuts in islice(layouts, LAYOUTS_PROBED):
+            frugal = _candidate_spec(division.spec, cuts[0], (1, RecomputeGranularity.FULL, 0.0))
+            problems = set(layout_problems(frugal, shape))
+            common_problems = problems if common_problems is None else common_problems & problems
+    return tuple(sorted(common_problems or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ def find_leanest_layout(spec: Spec, shape: ModelShape, gpus: int) -> LeanestLayo
     offload = 1.0 if _can_offload(spec) else spec.memory.offload_optimizer
     kinds = layers_by_kind(shape)
     needs: list[tuple[int, Parallelism]] = []
-    for division in gpu_divisions(spec, shape, gpus):
+    for division in gpu_divisions(spec, shape, gpus, H100):
         for cuts in candidate_layouts(division.spec, shape, division.trainer_gpus):
             frugal = _candidate_spec(division.spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
             sizes = derive_layout(cuts[0], spec.resources.gpus_per_node)
@@ -135,6 +150,11 @@ class _LayoutRanking:
         current_entry = self.entries.get(sizes)
         if current_entry is not None:
             return current_entry.seconds
+        return self.most_seconds
+
+    @property
+    def most_seconds(self) -> float:
+        """Seconds of the slowest entry that is ranked, once there are enough."""
         if len(self.entries) < self.limit:
             return float("inf")
         return max(entry.seconds for entry in self.entries.values())
@@ -216,70 +236,79 @@ def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> 
 # --- weighing -------------------------------------------------------------------------------------------------------
 
 
-def _rank_grids(inputs: _SearchInputs, gpus: int, offload: float, ranking: _LayoutRanking) -> bool:
-    """Rank every grid of these GPUs, and return whether any is among the fastest."""
+def _rank_grids(inputs: _SearchInputs, division: GpuDivision, offload: float, ranking: _LayoutRanking) -> bool:
+    """Rank every grid of the trainer's GPUs, and return whether any is among the fastest."""
+    # No trainer is fast enough where the engines alone take too long.
+    if division.weigh_step(0.0) >= ranking.most_seconds:
+        return True
     before = dict(ranking.entries)
     # Most promising first: once five fast grids are known, their times rule out most others by the lower bound alone.
-    for candidate in sorted(_candidate_grids(inputs, gpus, offload), key=lambda promise: promise.least_seconds):
-        _weigh_grid(inputs, candidate, offload, ranking)
+    for candidate in sorted(_candidate_grids(inputs, division, offload), key=lambda promise: promise.least_seconds):
+        if candidate.least_seconds >= ranking.most_seconds:
+            break
+        _weigh_grid(inputs, division, candidate, offload, ranking)
     return ranking.entries != before
 
 
-def _candidate_grids(inputs: _SearchInputs, gpus: int, offload: float) -> Iterator[_CandidateGrid]:
-    """Every grid with every microbatch whose weights and gradients leave any room."""
-    for cuts in candidate_layouts(inputs.spec, inputs.shape, gpus):
+def _candidate_grids(inputs: _SearchInputs, division: GpuDivision, offload: float) -> Iterator[_CandidateGrid]:
+    """Every grid with every microbatch whose weights, gradients and optimizer leave any room."""
+    for cuts in candidate_layouts(division.spec, inputs.shape, division.trainer_gpus):
         sizes = derive_layout(cuts[0], inputs.spec.resources.gpus_per_node)
         machine = GpuMachine(inputs.hardware, sizes.gpus_per_pod)
         chunks = max(cut.virtual_pipeline or 1 for cut in cuts)
         for micro in _micro_batch_sizes(inputs.spec, sizes):
-            plain = _candidate_spec(inputs.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
-            case = prepare_case(plain, inputs.shape, sizes, inputs.kinds)
-            if _has_state_overflow(case, inputs.memory):
+            plain = _candidate_spec(division.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
+            case = prepare_cost_case(plain, inputs.shape, sizes, inputs.kinds)
+            if not can_hold_states(case, division.spec, inputs.memory):
                 break
-            yield _CandidateGrid(least_step_seconds(case, machine, chunks), cuts, micro)
+            yield _CandidateGrid(division.weigh_step(least_step_seconds(case, machine, chunks)), cuts, micro)
 
 
-def _weigh_grid(inputs: _SearchInputs, candidate: _CandidateGrid, offload: float, ranking: _LayoutRanking) -> None:
+def _weigh_grid(
+    inputs: _SearchInputs,
+    division: GpuDivision,
+    candidate: _CandidateGrid,
+    offload: float,
+    ranking: _LayoutRanking,
+) -> None:
     """Rank the best cut and recomputation of a grid, if it can be fast enough to be ranked at all."""
     for cut in candidate.cuts:
         sizes = derive_layout(cut, inputs.spec.resources.gpus_per_node)
         if candidate.least_seconds >= ranking.seconds_to_beat(_group_sizes(sizes)):
             return
         if _can_divide_chunks(inputs.spec, sizes, candidate.micro):
-            _weigh_cut(inputs, (cut, sizes), (candidate.micro, offload), ranking)
+            _weigh_cut(inputs, division, (cut, sizes), (candidate.micro, offload), ranking)
 
 
 def _weigh_cut(
-    inputs: _SearchInputs, cut: tuple[Parallelism, Layout], settings: tuple[int, float], ranking: _LayoutRanking
+    inputs: _SearchInputs,
+    division: GpuDivision,
+    cut: tuple[Parallelism, Layout],
+    settings: tuple[int, float],
+    ranking: _LayoutRanking,
 ) -> None:
     (parallelism, sizes), (micro, offload) = cut, settings
     machine = GpuMachine(inputs.hardware, sizes.gpus_per_pod)
     for granularity in RECOMPUTATIONS:
-        candidate = _candidate_spec(inputs.spec, parallelism, (micro, granularity, offload))
-        case = prepare_case(candidate, inputs.shape, sizes, inputs.kinds)
-        seconds = sum(step_seconds(case, machine).values())
+        candidate = _candidate_spec(division.spec, parallelism, (micro, granularity, offload))
+        cost_case = prepare_cost_case(candidate, inputs.shape, sizes, inputs.kinds)
+        learning = sum(step_seconds(cost_case, machine).values())
+        seconds = division.weigh_step(learning)
         # Recomputing more takes longer: a candidate that is too slow now stays too slow.
         if seconds >= ranking.seconds_to_beat(_group_sizes(sizes)):
             return
-        if not can_fit(case, inputs.memory):
+        if not can_fit(prepare_case(candidate, inputs.shape, sizes, inputs.kinds), inputs.memory):
             continue
-        if not set(layout_problems(candidate, inputs.shape)) - inputs.known_problems:
-            ranking.add_entry(_group_sizes(sizes), _RankedLayout(seconds, candidate, sizes))
+        engines = division.choose_engines(learning)
+        chosen = candidate.model_copy(update={"grpo": engines.spec.grpo})
+        if not set(layout_problems(chosen, inputs.shape)) - inputs.known_problems:
+            ranking.add_entry(_group_sizes(sizes), _RankedLayout(seconds, chosen, sizes))
         return
 
 
 def _group_sizes(sizes: Layout) -> tuple[int, ...]:
     """The sizes that make two layouts different to a reader of the ranking."""
     return (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
-
-
-def _has_state_overflow(case: PlanningCase, memory_bytes: int) -> bool:
-    """Return whether weights and gradients alone, spread evenly over the stages, leave no room: no cut helps then."""
-    total = model_parameters(case)
-    if case.has_weight_shards:
-        return case.has_weights_until_update and total.held.total * case.element_bytes > memory_bytes
-    states = total.held.total * case.element_bytes + total.trained.total * case.gradient_bytes
-    return states > memory_bytes * case.layout.pipeline
 
 
 def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:

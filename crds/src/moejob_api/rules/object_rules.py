@@ -35,6 +35,8 @@ from moejob_api.problems import Problem, Rule
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
 MAX_GPUS = 1_048_576
+# Versions that answers may be older than the weights; 0 until engines run ahead.
+MOST_STALENESS = 0
 
 SHAPED_FORMATS: Mapping[DataShape, tuple[DataFormat, ...]] = {
     DataShape.ALPACA: (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.PROMPTS),

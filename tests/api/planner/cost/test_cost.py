@@ -15,6 +15,7 @@ from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import StepCost, TimeUse, step_cost
+from moejob_api.planner.cost.generation import engine_speed
 from moejob_api.planner.cost.rates import IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS
 
 
@@ -47,16 +48,12 @@ def in_float8(micro: int, batches: int) -> Spec:
 )
 def test_generation_measured_on_h100_is_met_within_ten_percent(tensor: int, at_once: int, measured: int) -> None:
     rollout = {"placement": "Separate", "tensor": tensor, "replicas": 1, "gpuMemoryUtilization": 0.92}
-    grpo = {"maxNewTokens": 256, "groupSize": 8, "promptsPerStep": at_once // 8, "rollout": rollout}
     job = spec(
-        method="GRPO",
-        resources={"gpuType": "H100"},
-        data={"maxLength": 512},
-        training={"globalBatchSize": None},
-        grpo=grpo,
+        method="GRPO", resources={"gpuType": "H100"}, data={"maxLength": 512}, grpo={"groupSize": 8, "rollout": rollout}
     )
-    found = 256 * at_once / seconds(cost(job, moe_model(), H100), TimeUse.GENERATION)
-    assert found == pytest.approx(measured, rel=0.1)
+    assert job.grpo is not None
+    engine = engine_speed(job, job.grpo, moe_model(), 1, H100)
+    assert at_once / engine.round_seconds(at_once) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from builders import dense_model, latent_model, merge_sections, moe_model, spec
 from moejob_api.derived import trained_shape
+from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.parameters import mtp_parameters, total_parameters
@@ -305,6 +306,59 @@ def test_flex_takes_memory_that_peers_write_to(sizes: dict[str, int], tokens: in
     )
     assert part(written, MemoryUse.PEER_MEMORY) == expected
     assert without_communicators(written) - without_communicators(exchanged) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "says"),
+    [
+        pytest.param(
+            moe_model(),
+            {"memory": {"offloadOptimizer": 1.0}, "parallelism": {"expert": 8}},
+            "training.precision.gradients: bfloat16, grpo.rollout.tensor: 2",
+            id="an engine of two GPUs",
+        ),
+        pytest.param(
+            moe_model(),
+            {
+                "memory": {"offloadOptimizer": 1.0},
+                "parallelism": {"expert": 8},
+                "grpo": {"rollout": {"placement": "Separate", "gpuMemoryUtilization": 0.5}},
+            },
+            "grpo.rollout.gpuMemoryUtilization: 0.95",
+            id="a larger share of each GPU",
+        ),
+        pytest.param(
+            moe_model(),
+            {"parallelism": {"expert": 8}, "grpo": {"rollout": {"placement": "Separate", "gpuMemoryUtilization": 0.5}}},
+            "training.recompute.granularity: Full, grpo.rollout.tensor: 2",
+            id="separate engines",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_hold_the_model_has_a_remedy(
+    shape: ModelShape, sections: dict[str, Any], says: str
+) -> None:
+    recompute = {"training": {"recompute": {"granularity": "Full"}}} if "memory" in sections else {}
+    job = spec(method="GRPO", resources={"gpuType": "H100"}, **sections, **recompute)
+    sizes, limit = derive_layout(job.parallelism, 8), memory_limit_bytes(job.resources)
+    assert limit is not None
+    remedies = find_remedies(job, shape, sizes, limit)
+    assert says in [str(remedy) for remedy in remedies]
+    for remedy in remedies:
+        assert estimate_memory(remedy.spec, shape, sizes).is_within(limit)
+
+
+def test_every_change_of_a_remedy_is_needed() -> None:
+    job = spec(method="GRPO", resources={"gpuType": "H100"}, parallelism={"expert": 8})
+    sizes, limit = derive_layout(job.parallelism, 8), memory_limit_bytes(job.resources)
+    assert limit is not None
+    (remedy,) = find_remedies(job, moe_model(), sizes, limit)
+    assert len(remedy.options) > 2
+    for option in remedy.options:
+        changed = job
+        for other in remedy.options:
+            changed = changed if other is option else other.apply(changed)
+        assert not estimate_memory(changed, moe_model(), sizes).is_within(limit)
 
 
 def test_a_remedy_makes_the_job_fit() -> None:

@@ -40,6 +40,8 @@ READ_EXPOSED = 0.35
 # vLLM with CUDA graphs, a token of each of 8 to 512 sequences through 48 layers of Qwen3-30B-A3B: 13 to 38 ms on one
 # H100. Reading weights and caches takes 8 to 22 of them; the rest grows with layers, and with sequences (their logits).
 ENGINE_LAYER_SECONDS, ENGINE_SEQUENCE_SECONDS, ENGINE_GEMM_SHARE = 0.105e-3, 18e-6, 0.40
+# Most answers that a trainer requests of an engine at a time.
+MOST_AT_ONCE = 512
 # Its sum of a few rows over two GPUs.
 ENGINE_SUM_SECONDS = 5e-6
 # A host starts 107 kernels for both passes of a layer of experts, and ranks wait for one another where they meet. Hosts

@@ -72,6 +72,7 @@ class TimeUse(StrEnum):
     SCORING = "scoring"
     GENERATION = "generation"
     SYNC = "weight sync"
+    WAITING = "waiting for answers"
 
 
 TimeByUse = dict[TimeUse, float]

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.job import Spec
+from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.activations import layer_bytes
-from moejob_api.planner.memory.case import PlanningCase, prepare_case
+from moejob_api.planner.memory.case import PlanningCase, model_parameters, prepare_case
 from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
-from moejob_api.planner.memory.engine import EngineMemory
+from moejob_api.planner.memory.engine import EngineMemory, estimate_engine
 from moejob_api.planner.memory.explained import explain_memory
 from moejob_api.planner.memory.phases import Amounts, MemoryPhase, MemoryUse, StageLoad, estimate_stage, phase_amounts
 from moejob_api.planner.memory.routing_replay import replay_bytes
+from moejob_api.planner.memory.states import divided_parameters, optimizer_bytes
 from moejob_api.planner.memory.storage import checkpoint_bytes
+from moejob_api.quantities import quantity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,42 @@ def estimate_footprint(case: PlanningCase, limit_bytes: int | None) -> MemoryFoo
     return MemoryFootprint(peak, _host_bytes(case, loads, peak) + replay_bytes(case))
 
 
+def host_bytes_of_pod(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> int:
+    """Host memory of a pod with its /dev/shm, which is memory-backed and counts against the pod's limit."""
+    return need.host_bytes_per_pod + quantity_bytes(spec.resources.shared_memory)
+
+
+def is_within_host_memory(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> bool:
+    """Return whether pods stay within `resources.memory`, where the job gives it."""
+    return spec.resources.memory is None or host_bytes_of_pod(spec, need) <= quantity_bytes(spec.resources.memory)
+
+
 def can_fit(case: PlanningCase, limit_bytes: int) -> bool:
-    """Return whether every stage is within the limit in every phase, and the engine has room for a sequence."""
+    """Return whether GPUs and pods have the memory of every stage and phase, and the engine has room for a sequence."""
     # A search asks this of thousands of layouts: the first stage beyond the limit ends it.
-    return _loads_within(case, limit_bytes) is not None
+    need = estimate_footprint(case, limit_bytes)
+    return need is not None and is_within_host_memory(case.spec, need)
+
+
+def can_hold_states(case: PlanningCase, spec: Spec, limit_bytes: int) -> bool:
+    """Return False where no cut of the layers leaves room: for weights, gradients and optimizer, and colocated engines.
+
+    Stages hold them evenly at best. The spec has the whole length of sequences, which `case` may not have.
+    """
+    total, stages = model_parameters(case), case.layout.pipeline
+    if case.has_weight_shards:
+        return not case.has_weights_until_update or total.held.total * case.element_bytes <= limit_bytes
+    weights, gradients = total.held.total * case.element_bytes, total.trained.total * case.gradient_bytes
+    on_gpu = 1 - case.spec.memory.offload_optimizer
+    optimizer = divided_parameters(case, total.trained) * optimizer_bytes(case) * on_gpu
+    if weights + gradients + optimizer > limit_bytes * stages:
+        return False
+    if spec.grpo is None or spec.grpo.rollout.placement is RolloutPlacement.SEPARATE:
+        return True
+    engine = estimate_engine(spec, case.shape, case.layout)
+    memory = spec.memory
+    kept = optimizer + (not memory.offload_parameters) * weights + (not memory.offload_gradients) * gradients
+    return engine is None or (engine.can_run and kept <= (limit_bytes - engine.bytes) * stages)
 
 
 def _loads_within(case: PlanningCase, limit_bytes: int | None) -> tuple[StageLoad, ...] | None:

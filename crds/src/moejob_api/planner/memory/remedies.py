@@ -10,20 +10,25 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, islice, product
 
+from moejob_api.arithmetic import divisors
 from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import RolloutPlacement
+from moejob_api.job.grpo import Grpo, RolloutPlacement
 from moejob_api.job.moe import Sharding
 from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
+from moejob_api.planner.memory.engine import estimate_engine, estimate_engine_among
 from moejob_api.planner.memory.estimate import estimate_memory
 from moejob_api.planner.memory.phases import MemoryPhase
 from moejob_api.rules import layout_problems
+from moejob_api.rules.rollout_rules import can_divide_model
 
 # The least that grpo.rollout.gpuMemoryUtilization accepts.
 SMALLEST_ENGINE_PERCENT = 5
+# The rest of a GPU's memory is that of its driver and libraries.
+LARGEST_ENGINE_PERCENT = 95
 # Each takes an estimate; a spec that comes from a stranger must be refused in milliseconds too.
 COMBINATIONS_TRIED = 30
 
@@ -40,18 +45,6 @@ class SettingChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
-    """Changes that together make the job fit, and the bytes it takes then."""
-
-    changes: tuple[SettingChange, ...]
-    bytes: int
-    spec: Spec
-
-    def __str__(self) -> str:
-        return ", ".join(str(change) for change in self.changes)
-
-
-@dataclass(frozen=True, slots=True)
 class _RemedyOption:
     """A change that could be made: where, the new value read from the changed spec, and how. Options of one topic
     exclude each other."""
@@ -62,15 +55,45 @@ class _RemedyOption:
     apply: Callable[[Spec], Spec]
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Changes that together make the job fit, and the bytes it takes then."""
+
+    changes: tuple[SettingChange, ...]
+    bytes: int
+    spec: Spec
+    options: tuple[_RemedyOption, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(str(change) for change in self.changes)
+
+
 def find_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: int) -> tuple[Remedy, ...]:
-    """Return every single change that makes the job fit, or else a small combination that does, or nothing."""
+    """Return every single change that makes the job fit, or else a small combination that does, or nothing.
+
+    Engines that leave the trainer's GPUs take GPUs of their own, so this change is tried last.
+    """
+    remedies = _find_setting_remedies(spec, shape, layout, limit_bytes)
+    if remedies or spec.grpo is None or spec.grpo.rollout.placement is RolloutPlacement.SEPARATE:
+        return remedies
+    moved = _rollout_option("placement", "placement", {"placement": RolloutPlacement.SEPARATE})
+    if (alone := _try_options(spec, shape, layout, limit_bytes, (moved,))) is not None:
+        return (alone,)
+    if set(layout_problems(moved.apply(spec), shape)) - set(layout_problems(spec, shape)):
+        return ()
+    change = SettingChange(moved.path, RolloutPlacement.SEPARATE)
+    further = _find_setting_remedies(moved.apply(spec), shape, layout, limit_bytes)
+    return tuple(replace(remedy, changes=(change, *remedy.changes)) for remedy in further)
+
+
+def _find_setting_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: int) -> tuple[Remedy, ...]:
     options = tuple(_remedy_options(spec, shape, layout, limit_bytes))
     try_options = partial(_try_options, spec, shape, layout, limit_bytes)
     if single_changes := _fitting_remedies(try_options, ((option,) for option in options)):
         return single_changes
     # Where everything together is not enough, no part of it is: most refused jobs end here.
-    everything = _fitting_remedies(try_options, product(*_options_by_topic(spec, shape, options)))[:1]
-    if not everything:
+    everything = next(_iterate_fitting(try_options, product(*_options_by_topic(spec, shape, options))), None)
+    if everything is None:
         return ()
     smaller = (
         chosen
@@ -78,14 +101,28 @@ def find_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: in
         for chosen in combinations(options, size)
         if len({option.topic for option in chosen}) == size
     )
-    fitting = (remedy for chosen in islice(smaller, COMBINATIONS_TRIED) if (remedy := try_options(chosen)) is not None)
-    return (next(fitting, everything[0]),)
+    few = next(_iterate_fitting(try_options, islice(smaller, COMBINATIONS_TRIED)), None)
+    return (few if few is not None else _drop_needless(try_options, everything),)
+
+
+def _drop_needless(try_options: Callable[[tuple[_RemedyOption, ...]], Remedy | None], remedy: Remedy) -> Remedy:
+    """Leave out what the rest can do without, the dearest first."""
+    for option in reversed(remedy.options):
+        fewer = try_options(tuple(other for other in remedy.options if other is not option))
+        remedy = remedy if fewer is None else fewer
+    return remedy
 
 
 def _fitting_remedies(
     try_options: Callable[[tuple[_RemedyOption, ...]], Remedy | None], choices: Iterable[tuple[_RemedyOption, ...]]
 ) -> tuple[Remedy, ...]:
-    return tuple(remedy for chosen in choices if (remedy := try_options(chosen)) is not None)
+    return tuple(_iterate_fitting(try_options, choices))
+
+
+def _iterate_fitting(
+    try_options: Callable[[tuple[_RemedyOption, ...]], Remedy | None], choices: Iterable[tuple[_RemedyOption, ...]]
+) -> Iterator[Remedy]:
+    return (remedy for chosen in choices if (remedy := try_options(chosen)) is not None)
 
 
 def _options_by_topic(spec: Spec, shape: ModelShape, options: tuple[_RemedyOption, ...]) -> list[list[_RemedyOption]]:
@@ -108,7 +145,7 @@ def _try_options(
     if set(layout_problems(changed, shape)) - set(layout_problems(spec, shape)):
         return None
     changes = tuple(SettingChange(option.path, _yaml_text(option.value(changed))) for option in chosen)
-    return Remedy(changes, needed.bytes, changed)
+    return Remedy(changes, needed.bytes, changed, chosen)
 
 
 def _yaml_text(value: object) -> str:
@@ -178,33 +215,67 @@ def _sharding_options(spec: Spec, layout: Layout) -> Iterator[_RemedyOption]:
 
 
 def _generation_options(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: int) -> Iterator[_RemedyOption]:
-    if spec.grpo is None or spec.grpo.rollout.placement is not RolloutPlacement.COLOCATED:
+    if spec.grpo is None:
         return
-    if not spec.memory.offload_gradients:
+    is_colocated = spec.grpo.rollout.placement is RolloutPlacement.COLOCATED
+    if is_colocated and not spec.memory.offload_gradients:
         yield _memory_option("gradients away", "offloadGradients", {"offload_gradients": True})
-    if not spec.memory.offload_parameters:
+    if is_colocated and not spec.memory.offload_parameters:
         yield _memory_option("parameters away", "offloadParameters", {"offload_parameters": True})
+    for tensor in _larger_tensors(spec, spec.grpo, shape, layout):
+        yield _rollout_option("engine size", "tensor", {"tensor": tensor})
     # Last: what the engine may take depends on what the others leave.
     yield _RemedyOption(
         "engine",
         "grpo.rollout.gpuMemoryUtilization",
         lambda job: job.grpo.rollout.gpu_memory_utilization if job.grpo else None,
-        partial(_with_smaller_engine, shape, layout, limit_bytes),
+        partial(_with_fitting_engine, shape, layout, limit_bytes),
     )
 
 
-def _with_smaller_engine(shape: ModelShape, layout: Layout, limit_bytes: int, spec: Spec) -> Spec:
+def _larger_tensors(spec: Spec, grpo: Grpo, shape: ModelShape, layout: Layout) -> list[int]:
+    """The two smallest sizes of engines that hold the model, where the job's own engines do not."""
+    memory = memory_limit_bytes(spec.resources)
+    engine = estimate_engine(spec, shape, layout)
+    if memory is None or engine is None or engine.can_run:
+        return []
+    is_colocated = grpo.rollout.placement is RolloutPlacement.COLOCATED
+    most = layout.gpus_per_pod if is_colocated else spec.resources.gpus_per_node
+    sizes = [tensor for tensor in divisors(most) if tensor > grpo.rollout.tensor and can_divide_model(shape, tensor)]
+    return [tensor for tensor in sizes if _least_engine_bytes(spec, grpo, shape, tensor) <= memory][:2]
+
+
+def _least_engine_bytes(spec: Spec, grpo: Grpo, shape: ModelShape, tensor: int) -> int:
+    sized = grpo.model_copy(update={"rollout": grpo.rollout.model_copy(update={"tensor": tensor})})
+    return estimate_engine_among(spec, sized, shape, 1).least_bytes
+
+
+def _with_fitting_engine(shape: ModelShape, layout: Layout, limit_bytes: int, spec: Spec) -> Spec:
     """The engine takes what the trainer leaves during generation, in whole percent."""
     needed, memory = estimate_memory(spec, shape, layout), memory_limit_bytes(spec.resources)
     if spec.grpo is None or needed.engine is None or not memory:
         return spec
-    generation = next(peak.bytes for peak in needed.phases if peak.phase is MemoryPhase.GENERATE)
-    percent = 100 * (limit_bytes - generation + needed.engine.bytes) // memory
-    engine_share = spec.grpo.rollout.engine_share
-    if not SMALLEST_ENGINE_PERCENT <= percent < engine_share * 100:
+    percent = LARGEST_ENGINE_PERCENT
+    if spec.grpo.rollout.placement is RolloutPlacement.COLOCATED:
+        generation = next(peak.bytes for peak in needed.phases if peak.phase is MemoryPhase.GENERATE)
+        percent = min(percent, 100 * (limit_bytes - generation + needed.engine.bytes) // memory)
+    is_larger = percent > spec.grpo.rollout.engine_share * 100
+    # An engine that runs needs no more, and one with less would not run.
+    if percent < SMALLEST_ENGINE_PERCENT or is_larger is needed.engine.can_run:
         return spec
-    rollout = spec.grpo.rollout.model_copy(update={"gpu_memory_utilization": percent / 100})
+    return _with_rollout({"gpu_memory_utilization": percent / 100}, spec)
+
+
+def _with_rollout(update: Mapping[str, object], spec: Spec) -> Spec:
+    if spec.grpo is None:
+        return spec
+    rollout = spec.grpo.rollout.model_copy(update=update)
     return spec.model_copy(update={"grpo": spec.grpo.model_copy(update={"rollout": rollout})})
+
+
+def _rollout_option(topic: str, name: str, update: dict[str, object]) -> _RemedyOption:
+    (value,) = update.values()
+    return _RemedyOption(topic, f"grpo.rollout.{name}", lambda _: value, partial(_with_rollout, update))
 
 
 def _training_option(topic: str, name: str, update: dict[str, object]) -> _RemedyOption:

@@ -15,9 +15,12 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import router_parameters
+from moejob_api.planner.memory.routing_replay import step_choice_bytes
 
 # Of a recorded token of an answer: its id, version and advantage, and log-probabilities of engine, trainer and
 # reference model; of an answer beside its rewards and its places in updates; of a file.
+# Of a token that a checkpoint keeps: its id, the engine's log-probability, the version of the weights.
+_GROUP_TOKEN_BYTES = 12
 _TOKEN_BYTES, _ID_BYTES, _ANSWER_BYTES, _REWARD_BYTES, _STEP_BYTES = 24, 4, 48, 8, 2**16
 
 
@@ -47,12 +50,21 @@ class VolumeNeed:
 def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:
     """The need of a run; one checkpoint more than are kept, for the oldest goes only when the newest is complete."""
     return VolumeNeed(
-        checkpoint=checkpoint_bytes(shape, spec),
+        checkpoint=checkpoint_bytes(shape, spec) + finished_group_bytes(shape, spec),
         checkpoints=spec.checkpoint.keep + (spec.checkpoint.keep_best or 0) + 1,
         export=export_bytes(shape, spec) if spec.checkpoint.export_hugging_face else 0,
         download=download_bytes(shape, spec),
         tokens=recorded_bytes(spec),
     )
+
+
+def finished_group_bytes(shape: ModelShape, spec: Spec) -> int:
+    """Groups that engines have finished for later steps and a checkpoint keeps, with the experts of routingReplay."""
+    grpo = spec.grpo
+    if grpo is None:
+        return 0
+    tokens = grpo.answers_per_step * spec.data.max_length
+    return grpo.rollout.staleness * (tokens * _GROUP_TOKEN_BYTES + step_choice_bytes(spec, grpo, shape))
 
 
 def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
