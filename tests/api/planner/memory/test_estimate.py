@@ -476,6 +476,7 @@ def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_traine
         pytest.param(255, {}, 1, 2, id="a byte names an expert"),
         pytest.param(256, {}, 2, 2, id="two bytes name an expert"),
         pytest.param(4, {"dynamicSampling": {"overSampling": 8.5}}, 1, 10, id="more is asked until a step is full"),
+        pytest.param(4, {"rollout": {"staleness": 3}}, 1, 5, id="groups of three further steps are finished"),
     ],
 )
 @pytest.mark.parametrize("accelerator", ["GPU", "CPU"])
@@ -498,6 +499,18 @@ def test_replayed_routing_takes_host_memory_in_every_rank(
     assert (without.replay_bytes_per_pod, replayed.replay_bytes_per_pod) == (0, by_hand)
     assert replayed.host_bytes_per_pod - without.host_bytes_per_pod == by_hand
     assert replayed.bytes == without.bytes
+
+
+def test_a_checkpoint_keeps_the_groups_that_engines_have_finished_for_later_steps() -> None:
+    def checkpoint(staleness: int, *, replay: bool) -> int:
+        rollout = {"staleness": staleness}
+        grpo = {"groupSize": 4, "promptsPerStep": 8, "maxNewTokens": 100, "routingReplay": replay, "rollout": rollout}
+        return volume_need(TINY_MIXTURE, spec(method="GRPO", data={"maxLength": 128}, grpo=grpo)).checkpoint
+
+    # A token has an id, a log-probability and a version, and in each of two layers two experts of a byte.
+    tokens = 4 * 8 * 128
+    assert checkpoint(3, replay=False) - checkpoint(0, replay=False) == 3 * tokens * 12
+    assert checkpoint(3, replay=True) - checkpoint(0, replay=True) == 3 * tokens * (12 + 2 * 2)
 
 
 @pytest.mark.parametrize(
