@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
+from moejob_api import api_bodies
 from moejob_api.contract.pods import PodProgress
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import reading
 from moejob_operator.observed.jobs import Job, SpecCache, read_job
 from moejob_operator.observed.ownership import ControllingJob, find_controller, is_as_made, is_pod_of_earlier, pod_place
 from moejob_operator.observed.pods import (
@@ -170,11 +170,11 @@ def _owned_bodies(bodies: tuple[Raw, ...], owner: ControllingJob) -> Iterator[Ra
 
 
 def _object_name(body: Raw) -> str:
-    return reading.as_text(reading.object_metadata(body).get("name"))
+    return api_bodies.as_text(api_bodies.object_metadata(body).get("name"))
 
 
 def _read_claim(body: Raw) -> VolumeClaim:
-    phase = reading.as_text(reading.as_mapping(body.get("status")).get("phase"))
+    phase = api_bodies.as_text(api_bodies.as_mapping(body.get("status")).get("phase"))
     return VolumeClaim(
         _object_name(body), VolumeClaimPhase(phase) if phase in list(VolumeClaimPhase) else VolumeClaimPhase.PENDING
     )

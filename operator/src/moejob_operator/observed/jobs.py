@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import orjson
 from pydantic import ValidationError
 
+from moejob_api import api_bodies
 from moejob_api.documents import parse_job
 from moejob_api.job import Spec
 from moejob_api.job.base import ApiModel
@@ -17,7 +18,6 @@ from moejob_api.job.status import Status
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import reading
 
 # The spec of a job, or the problems for which it cannot be read.
 ParsedSpec = tuple[Spec | None, tuple[Problem, ...]]
@@ -61,9 +61,9 @@ class SpecCache:
 
     def read_spec(self, raw: Raw) -> ParsedSpec:
         """Return the spec of a job, or the reason that it cannot be read."""
-        about = reading.object_metadata(raw)
-        key = JobKey(reading.as_text(about.get("namespace")), reading.as_text(about.get("name")))
-        identity = (reading.as_text(about.get("uid")), _read_generation(about))
+        about = api_bodies.object_metadata(raw)
+        key = JobKey(api_bodies.as_text(about.get("namespace")), api_bodies.as_text(about.get("name")))
+        identity = (api_bodies.as_text(about.get("uid")), _read_generation(about))
         cached = self._parsed_specs.get(key, identity)
         return (
             self._parsed_specs.store(key, identity, self._share_sections(raw, _parse_spec(raw)))
@@ -76,7 +76,7 @@ class SpecCache:
         spec, problems = parsed
         if spec is None:
             return parsed
-        spec_fields = reading.as_mapping(raw.get("spec"))
+        spec_fields = api_bodies.as_mapping(raw.get("spec"))
         sections = {name: section for name, section in spec if name in spec_fields and isinstance(section, ApiModel)}
         shared_sections = {
             name: self._sections.setdefault((name, orjson.dumps(spec_fields[name])), sections[name])
@@ -93,14 +93,14 @@ class SpecCache:
 
 def read_job(raw: Raw, specs: SpecCache) -> Job:
     """Read a job. An invalid body, which the webhook has not seen, has problems and raises nothing."""
-    about = reading.object_metadata(raw)
+    about = api_bodies.object_metadata(raw)
     spec, problems = specs.read_spec(raw)
     return Job(
-        name=reading.as_text(about.get("name")),
-        namespace=reading.as_text(about.get("namespace")),
-        uid=reading.as_text(about.get("uid")),
+        name=api_bodies.as_text(about.get("name")),
+        namespace=api_bodies.as_text(about.get("namespace")),
+        uid=api_bodies.as_text(about.get("uid")),
         generation=_read_generation(about),
-        created_at=reading.as_time(about.get("creationTimestamp")),
+        created_at=api_bodies.as_time(about.get("creationTimestamp")),
         is_being_deleted=about.get("deletionTimestamp") is not None,
         spec=spec,
         problems=problems,
@@ -110,7 +110,7 @@ def read_job(raw: Raw, specs: SpecCache) -> Job:
 
 def read_status(raw: object) -> Status:
     """Read the last status; fields that this version cannot read count as absent."""
-    text = json.dumps(reading.as_mapping(raw), default=str)
+    text = json.dumps(api_bodies.as_mapping(raw), default=str)
     for _ in range(_ROUNDS):
         try:
             return Status.model_validate_json(text)
@@ -123,7 +123,7 @@ def read_status(raw: object) -> Status:
 
 
 def _read_generation(about: Raw) -> int:
-    return max(0, reading.as_integer(about.get("generation")) or 0)
+    return max(0, api_bodies.as_integer(about.get("generation")) or 0)
 
 
 def _parse_spec(raw: Raw) -> ParsedSpec:

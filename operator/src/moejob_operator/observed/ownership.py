@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moejob_api import api_bodies
 from moejob_api.contract.pods import Label, PodRole, pod_name
 from moejob_api.job import GROUP, KIND
 from moejob_operator.cluster import Raw
-from moejob_operator.observed import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PodPlace:
 
 def find_controller(raw: Raw) -> ControllingJob | None:
     """Return the job that owner reference and labels of an object agree on; None when they do not."""
-    owners = reading.as_mappings(reading.object_metadata(raw).get("ownerReferences"))
+    owners = api_bodies.as_mappings(api_bodies.object_metadata(raw).get("ownerReferences"))
     referenced_job = next(
         (_controller_of(owner) for owner in owners if owner.get("controller") is True and _is_job(owner)), None
     )
@@ -48,7 +48,7 @@ def pod_place(raw: Raw, job: ControllingJob) -> PodPlace | None:
     labelled_place = _labelled_place(raw)
     if labelled_place is None or find_controller(raw) != job:
         return None
-    is_named_so = reading.object_metadata(raw).get("name") == pod_name(
+    is_named_so = api_bodies.object_metadata(raw).get("name") == pod_name(
         job.name, labelled_place.role, labelled_place.attempt, labelled_place.index
     )
     return labelled_place if is_named_so else None
@@ -74,23 +74,24 @@ def is_as_made(raw: Raw, manifest: Mapping[str, Any]) -> bool:
 
 
 def _controller_of(owner: Raw) -> ControllingJob:
-    return ControllingJob(reading.as_text(owner.get("name")), reading.as_text(owner.get("uid")))
+    return ControllingJob(api_bodies.as_text(owner.get("name")), api_bodies.as_text(owner.get("uid")))
 
 
 def _is_job(owner: Raw) -> bool:
     # Any version of the API: an object outlives the version that created it.
-    return owner.get("kind") == KIND and reading.as_text(owner.get("apiVersion")).partition("/")[0] == GROUP
+    return owner.get("kind") == KIND and api_bodies.as_text(owner.get("apiVersion")).partition("/")[0] == GROUP
 
 
 def _labelled_job(raw: Raw) -> ControllingJob:
     return ControllingJob(
-        reading.as_text(reading.find_label(raw, Label.JOB)), reading.as_text(reading.find_label(raw, Label.JOB_UID))
+        api_bodies.as_text(api_bodies.find_label(raw, Label.JOB)),
+        api_bodies.as_text(api_bodies.find_label(raw, Label.JOB_UID)),
     )
 
 
 def _labelled_place(raw: Raw) -> PodPlace | None:
-    role = reading.find_label(raw, Label.ROLE)
-    attempt, index = (reading.as_count(reading.find_label(raw, key)) for key in (Label.ATTEMPT, Label.INDEX))
+    role = api_bodies.find_label(raw, Label.ROLE)
+    attempt, index = (api_bodies.as_count(api_bodies.find_label(raw, key)) for key in (Label.ATTEMPT, Label.INDEX))
     if role not in list(PodRole) or attempt is None or index is None:
         return None
     return PodPlace(PodRole(role), attempt, index)

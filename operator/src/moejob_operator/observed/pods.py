@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from pydantic import ValidationError
 
+from moejob_api import api_bodies
 from moejob_api.contract.pods import TERMINATION_BYTES, PodRole, TerminationMessage
 from moejob_operator.cluster import Raw
-from moejob_operator.observed import reading
 from moejob_operator.observed.ownership import PodPlace
 
 _MESSAGE_CHARACTERS = 2048
@@ -98,36 +98,36 @@ class Pod:
 
 def read_pod(raw: Raw, place: PodPlace) -> Pod:
     """The facts of the pod in one place."""
-    about, status = reading.object_metadata(raw), reading.as_mapping(raw.get("status"))
-    ready = reading.find_condition(status, "Ready")
-    scheduled = reading.find_condition(status, "PodScheduled")
+    about, status = api_bodies.object_metadata(raw), api_bodies.as_mapping(raw.get("status"))
+    ready = api_bodies.find_condition(status, "Ready")
+    scheduled = api_bodies.find_condition(status, "PodScheduled")
     is_waiting_for_node = scheduled.get("status") == "False"
-    spec = reading.as_mapping(raw.get("spec"))
+    spec = api_bodies.as_mapping(raw.get("spec"))
     return Pod(
-        name=reading.as_text(about.get("name")),
-        uid=reading.as_text(about.get("uid")),
+        name=api_bodies.as_text(about.get("name")),
+        uid=api_bodies.as_text(about.get("uid")),
         role=place.role,
         attempt=place.attempt,
         index=place.index,
         phase=_read_phase(status),
-        subdomain=reading.as_text(spec.get("subdomain")),
-        node=reading.as_text(spec.get("nodeName")) or None,
-        created_at=reading.as_time(about.get("creationTimestamp")),
+        subdomain=api_bodies.as_text(spec.get("subdomain")),
+        node=api_bodies.as_text(spec.get("nodeName")) or None,
+        created_at=api_bodies.as_time(about.get("creationTimestamp")),
         started_at=_started_at(status),
-        ends_by=reading.as_time(about.get("deletionTimestamp")),
+        ends_by=api_bodies.as_time(about.get("deletionTimestamp")),
         is_ready=ready.get("status") == "True",
         is_unheard=is_unheard(raw),
-        ready_changed_at=reading.as_time(ready.get("lastTransitionTime")),
+        ready_changed_at=api_bodies.as_time(ready.get("lastTransitionTime")),
         changed_at=_changed_at(raw, status),
         ended=_container_end(_container_states(status)),
-        ended_before=_container_end(_container_states(status, "lastState"), reading.last_line),
+        ended_before=_container_end(_container_states(status, "lastState"), api_bodies.last_line),
         waiting=_container_wait(status),
         unschedulable=_read_message(scheduled)
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
         else None,
         is_gated=is_waiting_for_node and scheduled.get("reason") == "SchedulingGated",
         disruption=_disruption_reason(status),
-        reason=reading.as_text(status.get("reason")),
+        reason=api_bodies.as_text(status.get("reason")),
         message=_read_message(status),
     )
 
@@ -137,47 +137,47 @@ def is_unheard(raw: Raw) -> bool:
 
     No kubelet reports this: the node controller marks the pods of a silent node so.
     """
-    status = reading.as_mapping(raw.get("status"))
-    statuses = {kind: reading.find_condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
+    status = api_bodies.as_mapping(raw.get("status"))
+    statuses = {kind: api_bodies.find_condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
     return statuses == {"Ready": "False", "ContainersReady": "True"}
 
 
 def is_taken_by_taint(raw: Raw) -> bool:
     """Return whether the cluster deletes a pod because of a taint of its node."""
-    return _disruption_reason(reading.as_mapping(raw.get("status"))) == TAKEN_BY_TAINT
+    return _disruption_reason(api_bodies.as_mapping(raw.get("status"))) == TAKEN_BY_TAINT
 
 
 def _disruption_reason(status: Raw) -> str | None:
-    conditions = (reading.find_condition(status, kind) for kind in _TAKEN_AWAY)
+    conditions = (api_bodies.find_condition(status, kind) for kind in _TAKEN_AWAY)
     return next(
-        (reading.as_text(condition.get("reason")) for condition in conditions if condition.get("status") == "True"),
+        (api_bodies.as_text(condition.get("reason")) for condition in conditions if condition.get("status") == "True"),
         None,
     )
 
 
 def _read_phase(status: Raw) -> PodPhase:
-    phase = reading.as_text(status.get("phase"))
+    phase = api_bodies.as_text(status.get("phase"))
     # A pod that was created this moment has no phase yet.
     return PodPhase(phase or PodPhase.PENDING) if not phase or phase in list(PodPhase) else PodPhase.UNKNOWN
 
 
 def _read_message(holder: Raw) -> str:
-    return reading.as_text(holder.get("message"))[:_MESSAGE_CHARACTERS]
+    return api_bodies.as_text(holder.get("message"))[:_MESSAGE_CHARACTERS]
 
 
 def _container_states(status: Raw, which: str = "state") -> tuple[Raw, ...]:
     """Present or last states of the containers, init containers first: those are what a pod waits for first."""
     containers = (
-        *reading.as_mappings(status.get("initContainerStatuses")),
-        *reading.as_mappings(status.get("containerStatuses")),
+        *api_bodies.as_mappings(status.get("initContainerStatuses")),
+        *api_bodies.as_mappings(status.get("containerStatuses")),
     )
-    return tuple(reading.as_mapping(container.get(which)) for container in containers)
+    return tuple(api_bodies.as_mapping(container.get(which)) for container in containers)
 
 
 def _started_at(status: Raw) -> datetime | None:
     for state in _container_states(status):
         for kind in ("running", "terminated"):
-            started = reading.as_time(reading.as_mapping(state.get(kind)).get("startedAt"))
+            started = api_bodies.as_time(api_bodies.as_mapping(state.get(kind)).get("startedAt"))
             if started is not None:
                 return started
     return None
@@ -186,14 +186,14 @@ def _started_at(status: Raw) -> datetime | None:
 def _changed_at(raw: Raw, status: Raw) -> datetime | None:
     """Return when the pod last changed by its body: to the second, by the clocks of the API server and of its node."""
     times = [
-        reading.as_time(reading.object_metadata(raw).get("creationTimestamp")),
+        api_bodies.as_time(api_bodies.object_metadata(raw).get("creationTimestamp")),
         _started_at(status),
         *(
-            reading.as_time(condition.get("lastTransitionTime"))
-            for condition in reading.as_mappings(status.get("conditions"))
+            api_bodies.as_time(condition.get("lastTransitionTime"))
+            for condition in api_bodies.as_mappings(status.get("conditions"))
         ),
         *(
-            reading.as_time(reading.as_mapping(state.get("terminated")).get("finishedAt"))
+            api_bodies.as_time(api_bodies.as_mapping(state.get("terminated")).get("finishedAt"))
             for state in _container_states(status)
         ),
     ]
@@ -201,9 +201,9 @@ def _changed_at(raw: Raw, status: Raw) -> datetime | None:
 
 
 def _container_end(
-    states: tuple[Raw, ...], read_text: Callable[[object], str] = reading.as_text
+    states: tuple[Raw, ...], read_text: Callable[[object], str] = api_bodies.as_text
 ) -> ContainerEnd | None:
-    ends = [reading.as_mapping(state["terminated"]) for state in states if "terminated" in state]
+    ends = [api_bodies.as_mapping(state["terminated"]) for state in states if "terminated" in state]
     # The first that failed is to blame; an init container that succeeded is no end.
     failed = next((end for end in ends if end.get("exitCode") != 0), None)
     end = failed if failed is not None else ends[-1] if ends else None
@@ -212,11 +212,11 @@ def _container_end(
     message = read_text(end.get("message"))[:TERMINATION_BYTES]
     termination = _parse_termination(message)
     return ContainerEnd(
-        exit_code=reading.as_integer(end.get("exitCode")),
-        reason=reading.as_text(end.get("reason")),
+        exit_code=api_bodies.as_integer(end.get("exitCode")),
+        reason=api_bodies.as_text(end.get("reason")),
         termination=termination,
         message=(termination.message if termination is not None else message)[:_MESSAGE_CHARACTERS],
-        ended_at=reading.as_time(end.get("finishedAt")),
+        ended_at=api_bodies.as_time(end.get("finishedAt")),
     )
 
 
@@ -229,7 +229,7 @@ def _parse_termination(message: str) -> TerminationMessage | None:
 
 def _container_wait(status: Raw) -> ContainerWait | None:
     for state in _container_states(status):
-        waiting = reading.as_mapping(state.get("waiting"))
+        waiting = api_bodies.as_mapping(state.get("waiting"))
         if waiting.get("reason"):
-            return ContainerWait(reading.as_text(waiting.get("reason")), _read_message(waiting))
+            return ContainerWait(api_bodies.as_text(waiting.get("reason")), _read_message(waiting))
     return None

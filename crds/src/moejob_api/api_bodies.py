@@ -7,7 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from moejob_api.contract.pods import printable_text
-from moejob_operator.cluster import Raw
+
+# The body of an object, as JSON has it.
+Raw = Mapping[str, Any]
 
 _NOTHING: Raw = {}
 # Of the largest number that every reader of JSON holds exactly.
