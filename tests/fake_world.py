@@ -21,13 +21,13 @@ from moejob_api.contract.pods import (
     RunProgress,
     TerminationMessage,
 )
+from moejob_api.diagnosis.reading import read_status
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, JobKey
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed.jobs import read_status
 from moejob_operator.planning.observed_state import OperatorSetting
 from moejob_operator.reconcile import Reconciler, reconcile_job
 from moejob_operator.status.job_status import SETTLING_SECONDS
@@ -348,6 +348,9 @@ class World:
         status = {} if self.is_gone else json.loads(self.status.model_dump_json(exclude_none=True))
         if "last_failure" in status:
             status["last_failure"] = {name: status["last_failure"][name] for name in ("pod", "reason")}
+        if "why" in status:
+            # Its texts have the message of that failure.
+            status["why"] = status["why"]["blocker"]
         kinds = sorted((kind, _without_uid(kind, name)) for kind, _, name in self.cluster.objects)
         return kinds, _without_times(status)
 

@@ -24,7 +24,12 @@ def exported() -> dict[str, set[str]]:
     """Every sample of an operator that has done each thing once, with its labels."""
     metrics = Metrics()
     metrics.count_jobs(
-        lambda: [{"metadata": {"namespace": "team"}, "status": {"phase": "Running", "layout": {"gpus": 8}}}]
+        lambda: [
+            {
+                "metadata": {"namespace": "team"},
+                "status": {"phase": "Running", "layout": {"gpus": 8}, "why": {"blocker": "NodeLost"}},
+            }
+        ]
     )
     metrics.set_queue_depth(1)
     metrics.observe_wait(0.1)

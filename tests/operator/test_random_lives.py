@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fake_cluster import Body, FakeCluster, unavailable_error
 from fake_world import World
 from moejob_api.contract.pods import ExitCode, Label, PodOutcome, PodRole, TerminationMessage
+from moejob_api.diagnosis.reading import read_status
 from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Kind, ObjectReference
 from moejob_operator.cluster import Raw, Retryable
-from moejob_operator.observed.jobs import read_status
 from scenarios import GRPO, assert_all_time_is_counted
 
 LONG_SECONDS = 400.0

@@ -249,6 +249,33 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
+@app.command("why", short_help="Say why a job does not train.")
+def explain_jobs(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="What `kubectl get moetrainingjobs,pods,pvc,events -o json` prints, or - for standard input.",
+            show_default=False,
+        ),
+    ],
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Say why jobs do not train: what is in the way and since when, what follows by itself, and the fix."""
+    from datetime import UTC, datetime
+
+    from moejob_cli.obstacles import find_obstacles, obstacle_document, obstacle_lines, read_objects
+
+    obstacles = find_obstacles(read_objects(files), datetime.now(UTC))
+    if output is OutputFormat.TABLE:
+        for obstacle in obstacles:
+            typer.echo("\n".join(obstacle_lines(obstacle)))
+    else:
+        print_document({"jobs": [obstacle_document(obstacle) for obstacle in obstacles]}, output)
+    has_obstacle = any(obstacle.diagnosis is not None for obstacle in obstacles)
+    raise typer.Exit(CommandExit.REFUSED if has_obstacle else CommandExit.ACCEPTED)
+
+
 @app.command("data", short_help="Show what the model will see of the data.")
 def preview_data(
     file: Annotated[

@@ -215,6 +215,7 @@ STATUS: Body = {
         "eta": "1h",
     },
     "restarts": {"total": 3},
+    "why": {"blocker": "NodeLost", "since": "2030-01-01T00:00:00Z", "message": "m", "next": "n", "fix": "f"},
 }
 
 
@@ -225,7 +226,21 @@ def test_a_status_is_stored_with_the_models_defaults_and_shown_in_columns(api_se
     assert answer.errors == ()
     assert model is not None
     assert answer.stored["status"] == model.model_dump(mode="json", by_alias=True, exclude_none=True)
-    assert answer.cells[:-1] == ("job", "SFT", "Running", 16, 2, "7/100", "1.500", "0.25", "1.75", "2.1k", "1h", 3)
+    assert answer.cells[:-1] == (
+        "job",
+        "SFT",
+        "Running",
+        16,
+        2,
+        "7/100",
+        "1.500",
+        "0.25",
+        "1.75",
+        "2.1k",
+        "1h",
+        "NodeLost",
+        3,
+    )
 
 
 def test_a_job_without_status_prints_empty_columns(api_server: ApiServer) -> None:

@@ -98,7 +98,7 @@ def test_the_columns_are_those_of_the_design() -> None:
     spec: Any = crd_definition()["spec"]
     columns = spec["versions"][0]["additionalPrinterColumns"]
     names = [column["name"].upper() for column in columns]
-    wide = ["EVAL LOSS", "SPEED", "ETA", "RESTARTS"]
+    wide = ["EVAL LOSS", "SPEED", "ETA", "WHY", "RESTARTS"]
     assert names == ["METHOD", "PHASE", "GPUS", "NODES", "STEP", "SCORE", "EVAL", *wide, "AGE"]
     assert [column["name"].upper() for column in columns if column.get("priority")] == wide
 

@@ -19,7 +19,7 @@ _UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _STEPS = re.compile(r"(?P<step>\d+)(?P<rest>/(?P<total>\d+))?")
 _MOVING = {"AGE", "Age", "SCORE", "EVAL", "EVAL LOSS", "SPEED", "ETA"}
 _MOVING_FIELDS = {
-    *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time"),
+    *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time", "Since"),
     *("UID", "Resource Version", "Epoch", "Loss", "Score", "Speed", "Eta", "Save Seconds", "Tokens Per Second Per Gpu"),
     *("Best Score", "Eval Score", "Eval Loss"),
     *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),

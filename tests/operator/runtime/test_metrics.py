@@ -42,6 +42,15 @@ def test_jobs_are_counted_by_phase_and_gpus_only_where_they_are_wanted() -> None
     assert value(metrics, "moejob_jobs", namespace="default", phase="Running") is None
 
 
+def test_unfinished_jobs_are_counted_by_what_they_wait_for() -> None:
+    metrics = Metrics()
+    jobs = [make_job_body(name, phase) for name, phase in (("a", "Pending"), ("b", "Pending"), ("c", "Failed"))]
+    for body in jobs:
+        body["status"]["why"] = {"blocker": "QueueQuota"}
+    metrics.count_jobs(lambda: [*jobs, make_job_body("d", "Running")])
+    assert value(metrics, "moejob_blocked_jobs", namespace="default", blocker="QueueQuota") == 2
+
+
 @pytest.mark.parametrize(
     ("before", "after", "counted"),
     [

@@ -27,6 +27,7 @@ COLUMNS = (
     ("Eval Loss", "string", ".status.display.evalLoss", True),
     ("Speed", "string", ".status.display.speed", True),
     ("ETA", "string", ".status.display.eta", True),
+    ("Why", "string", ".status.why.blocker", True),
     ("Restarts", "integer", ".status.restarts.total", True),
     ("Age", "date", ".metadata.creationTimestamp", False),
 )

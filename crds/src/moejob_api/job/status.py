@@ -234,6 +234,17 @@ class LastFailure(ApiModel):
     message: Annotated[str, Field(max_length=4096, description="Last log line or error.")] = ""
 
 
+class Diagnosis(ApiModel):
+    """The obstacle of a job that does not train."""
+
+    # Text, not a closed list: a definition of an earlier release takes the words of a later operator.
+    blocker: Annotated[str, Field(max_length=64, description="The obstacle, in one CamelCase word.")]
+    since: Annotated[Timestamp, Field(description="When it began.")]
+    message: Annotated[str, Field(max_length=4096, description="What is wrong, in a sentence.")]
+    next: Annotated[str, Field(max_length=1024, description="What follows when no person acts.")]
+    fix: Annotated[str, Field(max_length=1024, description="What a person can do about it.")]
+
+
 class Status(ApiModel):
     """The status that the operator writes."""
 
@@ -250,3 +261,7 @@ class Status(ApiModel):
     start_time: Annotated[Timestamp | None, Field(description="When pods were first created.")] = None
     completion_time: Annotated[Timestamp | None, Field(description="When the job succeeded or failed.")] = None
     last_failure: Annotated[LastFailure | None, Field(description="The failure seen last.")] = None
+    why: Annotated[
+        Diagnosis | None,
+        Field(description="Why the job does not train, or will not for long. Absent: nothing is in its way."),
+    ] = None

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from moejob_api import api_bodies
 from moejob_api.contract.pods import PodProgress
+from moejob_api.diagnosis.evidence import ClaimEvidence, PodEvidence, read_claim_evidence, read_pod_evidence
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed.jobs import Job, SpecCache, read_job
@@ -76,6 +77,7 @@ class Observation:
     - `was_polled`: every trainer pod was asked for its progress; `progress` has the replies, by pod UID.
     - `has_access`: this process has created the job's Secret and policy, which are never read, for this attempt.
     - `lacks_secret`: the Secret is known to be missing.
+    - `pod_evidence` and `claim_evidence`: the same objects, as a diagnosis reads them.
     """
 
     job: Job
@@ -85,6 +87,8 @@ class Observation:
     claims: tuple[VolumeClaim, ...]
     pod_groups: frozenset[str]
     lost_nodes: frozenset[str]
+    pod_evidence: tuple[PodEvidence, ...] = ()
+    claim_evidence: tuple[ClaimEvidence, ...] = ()
     was_polled: bool = False
     has_access: bool = False
     lacks_secret: bool = False
@@ -126,6 +130,7 @@ class PodReading:
     body: Raw
     pod: Pod | None
     is_of_earlier: bool
+    evidence: PodEvidence | None
 
 
 def read_observation(
@@ -143,6 +148,8 @@ def read_observation(
         claims=tuple(_read_claim(body) for body in _owned_bodies(children.claims, owner)),
         pod_groups=frozenset(_object_name(body) for body in _owned_bodies(children.pod_groups, owner)),
         lost_nodes=children.lost_nodes,
+        pod_evidence=tuple(entry.evidence for entry in pod_readings if entry.evidence is not None),
+        claim_evidence=tuple(read_claim_evidence(body) for body in _owned_bodies(children.claims, owner)),
     )
 
 
@@ -160,9 +167,9 @@ def with_progress(observation: Observation, replies: Mapping[str, PodProgress]) 
 
 def _read_pod_body(body: Raw, owner: ControllingJob) -> PodReading:
     place_in_job = pod_place(body, owner)
-    return PodReading(
-        body, None if place_in_job is None else read_pod(body, place_in_job), is_pod_of_earlier(body, owner)
-    )
+    if place_in_job is None:
+        return PodReading(body, None, is_pod_of_earlier(body, owner), None)
+    return PodReading(body, read_pod(body, place_in_job), is_pod_of_earlier(body, owner), read_pod_evidence(body))
 
 
 def _owned_bodies(bodies: tuple[Raw, ...], owner: ControllingJob) -> Iterator[Raw]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from weakref import WeakValueDictionary
 
 import orjson
-from pydantic import ValidationError
 
 from moejob_api import api_bodies
+from moejob_api.diagnosis.reading import read_status
 from moejob_api.documents import parse_job
 from moejob_api.job import Spec
 from moejob_api.job.base import ApiModel
@@ -21,9 +20,6 @@ from moejob_operator.expiring_cache import ExpiringCache
 
 # The spec of a job, or the problems for which it cannot be read.
 ParsedSpec = tuple[Spec | None, tuple[Problem, ...]]
-
-# Each round drops at least one field that cannot be read.
-_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +104,6 @@ def read_job(raw: Raw, specs: SpecCache) -> Job:
     )
 
 
-def read_status(raw: object) -> Status:
-    """Read the last status; fields that this version cannot read count as absent."""
-    text = json.dumps(api_bodies.as_mapping(raw), default=str)
-    for _ in range(_ROUNDS):
-        try:
-            return Status.model_validate_json(text)
-        except ValidationError as error:
-            tree = json.loads(text)
-            for problem in error.errors(include_url=False, include_context=False, include_input=False):
-                _drop_value(tree, problem["loc"])
-            text = json.dumps(tree)
-    return Status()
-
-
 def _read_generation(about: Raw) -> int:
     return max(0, api_bodies.as_integer(about.get("generation")) or 0)
 
@@ -132,32 +114,3 @@ def _parse_spec(raw: Raw) -> ParsedSpec:
         return parse_job(body).spec, ()
     except InvalidSpec as refusal:
         return None, refusal.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
-
-
-def _drop_value(tree: object, path: tuple[int | str, ...]) -> None:
-    """Remove the value at a path; where there is none, remove the value that should hold it."""
-    *above, last = path
-    holder, outer = tree, None
-    for step in above:
-        outer = (holder, step)
-        holder = _value_at(holder, step)
-    if not _remove_value(holder, last) and outer is not None:
-        _remove_value(*outer)
-
-
-def _value_at(holder: object, step: int | str) -> object:
-    if isinstance(holder, dict):
-        return holder.get(step)
-    if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
-        return holder[step]
-    return None
-
-
-def _remove_value(holder: object, step: int | str) -> bool:
-    if isinstance(holder, dict) and step in holder:
-        del holder[step]
-        return True
-    if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
-        del holder[step]
-        return True
-    return False

@@ -6,45 +6,12 @@ Only its form; the guards that take it, for a suspended job as for a finished on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
+from moejob_api.job.reasons import Reason
 from moejob_api.job.status import LastFailure, Phase, Restarts
 from moejob_operator.actions import Action, Event
 
-
-class Reason(StrEnum):
-    """The reason of a job's phase; part of conditions and events."""
-
-    # Pending
-    STARTING = "Starting"
-    QUEUED = "Queued"
-    UNSCHEDULABLE = "Unschedulable"
-    CLAIM_PENDING = "ClaimPending"
-    CLAIM_LOST = "ClaimLost"
-    QUOTA_EXCEEDED = "QuotaExceeded"
-    CREATION_REFUSED = "CreationRefused"
-    DELETION_REFUSED = "DeletionRefused"
-    GANG_API_MISSING = "GangApiMissing"
-    NAME_TAKEN = "NameTaken"
-    INVALID = "Invalid"
-    # Restarting
-    BACKING_OFF = "BackingOff"
-    OLD_PODS_LEFT = "OldPodsLeft"
-    GANG_RESTARTED = "GangRestarted"
-    PODS_REPLACED = "PodsReplaced"
-    # Running
-    ALL_PODS_RUN = "AllPodsRun"
-    POD_ENDING = "PodEnding"
-    LOST_PEERS = "LostPeers"
-    SECRET_LOST = "SecretLost"
-    # Suspended
-    SUSPENDED = "SuspendRequested"
-    # The end
-    COMPLETED = "Completed"
-    STOPPED_EARLY = "StoppedEarly"
-    DEADLINE_EXCEEDED = "DeadlineExceeded"
-    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
-    BAD_CONFIGURATION = "BadConfiguration"
+__all__ = ["Decision", "Reason"]
 
 
 @dataclass(frozen=True, slots=True)

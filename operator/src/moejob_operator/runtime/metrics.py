@@ -132,18 +132,23 @@ class _JobCollector(Collector):
         self._jobs = jobs
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Jobs by phase, and the GPUs they hold or wait for."""
+        """Jobs by phase and by obstacle, and the GPUs they hold or wait for."""
         phases: Tally[tuple[str, str]] = Tally()
+        blockers: Tally[tuple[str, str]] = Tally()
         gpus: Tally[tuple[str, str]] = Tally()
         for job in self._jobs():
             status = job.get("status") or {}
             key = (job["metadata"]["namespace"], status.get("phase") or Phase.PENDING)
             phases[key] += 1
+            blocker = _field_at(status, "why", "blocker")
+            if blocker is not None and key[1] not in (Phase.SUCCEEDED, Phase.FAILED):
+                blockers[key[0], blocker] += 1
             has_gpus = _field_at(job.get("spec") or {}, "resources", "accelerator") != Accelerator.CPU
             if has_gpus and key[1] in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING):
                 gpus[key] += int(_number_at(status, "layout", "gpus"))
-        yield _metric_family("moejob_jobs", "Jobs by phase.", phases)
-        yield _metric_family("moejob_gpus", "GPUs that jobs hold or wait for.", gpus)
+        yield _metric_family("moejob_jobs", "Jobs by phase.", "phase", phases)
+        yield _metric_family("moejob_blocked_jobs", "Unfinished jobs by what they wait for.", "blocker", blockers)
+        yield _metric_family("moejob_gpus", "GPUs that jobs hold or wait for.", "phase", gpus)
 
 
 def _count_tasks() -> float:
@@ -154,8 +159,8 @@ def _count_tasks() -> float:
         return 0.0
 
 
-def _metric_family(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=["namespace", "phase"])
+def _metric_family(name: str, text: str, label: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=["namespace", label])
     for labels, count in counts.items():
         family.add_metric(list(labels), count)
     return family

@@ -12,6 +12,7 @@ from moejob_operator.planning.timestamps import format_time, seconds_since
 from moejob_operator.status.conditions import build_conditions
 from moejob_operator.status.display import build_display
 from moejob_operator.status.goodput import account_goodput
+from moejob_operator.status.obstacle import find_obstacle
 from moejob_operator.status.progress import progress_to_write
 from moejob_operator.status.replicas import replica_statuses
 
@@ -42,6 +43,7 @@ def next_status(s: ObservedState, decision: Decision) -> Status:
         completion_time=format_time(s.now) if is_finished else None,
         last_failure=decision.failure or before.last_failure,
     )
+    after = after.model_copy(update={"why": find_obstacle(s, after)})
     if _unsettled_seconds(s) > 0 and before == after.model_copy(update={"replica_statuses": before.replica_statuses}):
         return before
     return after
