@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -13,6 +11,7 @@ import aiohttp
 
 from moejob_api.contract.engines import CLIENT_IDLE_SECONDS
 from moejob_api.contract.pods import engine_key
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -37,25 +36,20 @@ class EngineConnection:
 
     def __init__(self, secret: str | None) -> None:
         self._headers = {} if secret is None else {"Authorization": f"Bearer {engine_key(secret)}"}
-        self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("engines")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run in this thread's loop and wait for the result. From any other thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self._loop.run(coroutine)
 
     async def await_result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run in this thread's loop and await the result in another one, whose cancellation cancels it here."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return await self._loop.await_result(coroutine)
 
     def close(self) -> None:
         """Cancel unfinished requests and end the thread."""
-        self.run(self._cancel_requests())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.close(self._close_session)
 
     async def get(self, url: str, seconds: float) -> bytes:
         """Return the body of a page."""
@@ -84,11 +78,7 @@ class EngineConnection:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         return self._session
 
-    async def _cancel_requests(self) -> None:
-        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in other_tasks:
-            task.cancel()
-        await asyncio.gather(*other_tasks, return_exceptions=True)
+    async def _close_session(self) -> None:
         if self._session is not None:
             await self._session.close()
 

@@ -84,7 +84,7 @@ def _build_collector(
     def decode_answer(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
-    sampler = GroupSampler(engines.generator, rewards.scorer, decode_answer, context.spec.training.seed, rewards.runner)
+    sampler = GroupSampler(engines.generator, rewards.scorer, decode_answer, context.spec.training.seed, rewards.loop)
     params = SamplingParams(
         grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed
     )

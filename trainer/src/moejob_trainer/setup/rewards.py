@@ -5,7 +5,6 @@ So a module that cannot be imported ends the run within seconds, before engines 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from moejob_trainer.objectives.grpo.collecting import PromptSets
 from moejob_trainer.rewards.first_completion import made_up_completion, tolerated_failures
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
+from moejob_trainer.runtime.loop_thread import LoopThread
 from moejob_trainer.setup.context import RankContext
 
 
@@ -23,14 +23,14 @@ from moejob_trainer.setup.context import RankContext
 class RunRewards:
     """The rewards with the event loop in which their processes were started."""
 
-    runner: asyncio.Runner
+    loop: LoopThread
     scorer: Scorer
 
     def close(self) -> None:
         """End the processes of rewards; the collector of a run may have done so already."""
         if self.scorer.is_started:
-            self.runner.run(self.scorer.__aexit__())
-        self.runner.close()
+            self.loop.run(self.scorer.__aexit__())
+        self.loop.close()
 
 
 @contextmanager
@@ -40,13 +40,13 @@ def start_rewards(context: RankContext) -> Iterator[RunRewards | None]:
     if grpo is None:
         yield None
         return
-    rewards = RunRewards(asyncio.Runner(), Scorer(grpo.rewards, grpo.reward_failure))
+    rewards = RunRewards(LoopThread("rewards"), Scorer(grpo.rewards, grpo.reward_failure))
 
     def start_scorer() -> int:
         # Heartbeats continue: a waiting rank does not hang, and imports have a time limit of their own.
         with BackgroundHeartbeat(Heartbeat.for_rank()):
-            rewards.runner.run(rewards.scorer.__aenter__())
-            rewards.runner.run(rewards.scorer.wait_until_ready())
+            rewards.loop.run(rewards.scorer.__aenter__())
+            rewards.loop.run(rewards.scorer.wait_until_ready())
         return len(grpo.rewards)
 
     try:
@@ -67,7 +67,7 @@ def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSe
             raise ValueError("rank 0 has the prompts")
         sample = made_up_completion(grpo, sets.training.peek_prompt())
         with BackgroundHeartbeat(Heartbeat.for_rank()):
-            failures = rewards.runner.run(rewards.scorer.try_completion(sample))
+            failures = rewards.loop.run(rewards.scorer.try_completion(sample))
         for line in tolerated_failures(failures, grpo.reward_failure):
             sys.stderr.write(f"{line}\n")
         return len(failures)

@@ -1,12 +1,14 @@
 """Rank 0's part of a step: prompts in, rewarded rollouts out, and their metrics and samples.
 
-Which groups stay, and which are replaced because all their rewards are equal: sampling.py.
+Which groups stay, and which are replaced because all their rewards are equal: sampling.py. Which groups are asked for
+while ranks learn from others: group_queue.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,21 +19,26 @@ from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.objectives import ObjectiveState
+from moejob_trainer.objectives.grpo.group_queue import GroupQueue, QueueContents
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout, build_rollout_batch
-from moejob_trainer.objectives.grpo.sampling import GroupSampler, SampledGroups, sample_groups
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, GroupSampler, SampledGroups
+from moejob_trainer.objectives.grpo.saved_groups import pack_groups, prompt_rows, read_prompt_rows, unpack_groups
 from moejob_trainer.objectives.grpo.step_metrics import (
     evaluation_metrics,
+    queue_metrics,
     reward_metrics,
     sample_lines,
     version_metrics,
 )
 from moejob_trainer.rollouts.interface import SamplingParams
 from moejob_trainer.runtime.disk import Disk, write_lines
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
 # Answers of each step that the log shows.
 _SHOWN = 2
 _SAMPLES = "samples"
+_UNFINISHED = "unfinishedPrompts"
 # Numbers of evaluation prompts are below every training prompt's: their seeds are never the same.
 _EVALUATION = -(2**31)
 
@@ -45,29 +52,35 @@ class PromptSets:
 
 
 class RolloutCollector:
-    """Rank 0's source of rollouts. One event loop lasts the whole run: engines and rewards keep their connections."""
+    """Rank 0's source of rollouts. One event loop lasts the whole run: engines and rewards work while the rank learns.
+
+    `prompts` and the metrics belong to the main thread, the queue to the loop.
+    """
 
     def __init__(
         self, grpo: Grpo, sampler: GroupSampler, prompts: PromptSets, params: SamplingParams, folder: Path
     ) -> None:
         self._grpo, self._sampler, self._prompts, self._folder = grpo, sampler, prompts, folder
         self._params = params
-        self._runner = sampler.runner or asyncio.Runner()
+        self._loop = sampler.loop or LoopThread("rewards")
+        self._queue = GroupQueue(grpo, prompts.training, self._sample_group)
+        # Groups of a checkpoint, which the first step of this start goes on with.
+        self._restored: QueueContents | None = None
         # The request that was under way when engines lost the weights.
         self._unfinished_request: asyncio.Task[Any] | None = None
         self._last_sampled = SampledGroups(())
         self._metrics: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        self._runner.__enter__()
-        self._runner.run(self._sampler.scorer.__aenter__())
+        self._loop.run(self._sampler.scorer.__aenter__())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._runner.run(self._sampler.scorer.__aexit__(kind, error, trace))
-        self._runner.__exit__(kind, error, trace)
+        self._loop.run(self._cancel_requests())
+        self._loop.run(self._sampler.scorer.__aexit__(kind, error, trace))
+        self._loop.close()
 
     @property
     def last_sampled(self) -> SampledGroups:
@@ -82,11 +95,7 @@ class RolloutCollector:
     def collect_rollouts(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step, without groups of failed rewards; None when engines lost the weights."""
         scorer = self._sampler.scorer
-        if self._unfinished_request is None:
-            scorer.forget_failures()
-        sampled = self._run_request(
-            lambda: sample_groups(self._sampler, self._prompts.training, self._grpo, self._params)
-        )
+        sampled = self._run_request(lambda: self._take_groups(step))
         if sampled is None:
             return None
         if not sampled.groups:
@@ -94,8 +103,10 @@ class RolloutCollector:
         # The batch has the experts of all tokens; a second copy in these groups would double their memory.
         self._last_sampled = sampled.without_routing()
         self._metrics = reward_metrics(sampled, scorer.names) | version_metrics(sampled.groups, step)
+        self._metrics |= queue_metrics(sampled)
         self._metrics |= {f"rewardFailures/{name}": float(count) for name, count in scorer.failures.items()}
         self._log_failures()
+        scorer.forget_failures()
         flat = [answer for group in sampled.groups for answer in group.answers]
         return build_rollout_batch(
             [build_rollout(scored_answer.answer) for scored_answer in flat], [each.reward for each in flat]
@@ -122,6 +133,9 @@ class RolloutCollector:
         groups = self._run_request(sample_all)
         if groups is None:
             return None
+        if self._grpo.rollout.staleness == 0:
+            # No step waits for answers that were scored beside the evaluation's.
+            self._sampler.scorer.forget_failures()
         return evaluation_metrics(groups, dict(zip(self._sampler.scorer.names, weights, strict=True)))
 
     def log_samples(self, step: int, advantages: Sequence[float]) -> None:
@@ -140,24 +154,51 @@ class RolloutCollector:
         return self._metrics
 
     def snapshot_state(self) -> ObjectiveState:
-        """Return the place in the prompts: the run has trained on all before it, and drawn none behind it."""
-        return ObjectiveState(self._prompts.training.state_dict())
+        """Return the place in the prompts, and all groups that were asked for and that no step has trained on."""
+        contents = self._loop.run(self._read_contents())
+        entries = dict(self._prompts.training.state_dict())
+        if contents.unfinished:
+            entries[_UNFINISHED] = prompt_rows(contents.unfinished)
+        return ObjectiveState(entries, pack_groups(contents.finished))
 
     def load_state(self, state: ObjectiveState) -> None:
-        """Continue behind the last prompt that was drawn."""
-        self._prompts.training.load_state_dict(state.entries)
+        """Continue with these groups, and behind the last prompt that was drawn."""
+        loader = self._prompts.training
+        loader.load_state_dict(state.entries)
+        unfinished = read_prompt_rows(state.entries.get(_UNFINISHED, ()), loader.read_again)
+        finished = unpack_groups(state.arrays, loader.read_again, time.monotonic())
+        self._restored = QueueContents(finished, unfinished)
+
+    async def _read_contents(self) -> QueueContents:
+        return self._restored or self._queue.contents()
+
+    async def _sample_group(self, prompt: NumberedPrompt, attempt: int) -> AnswerGroup:
+        return await self._sampler.sample_group(prompt, self._grpo.group_size, self._params, self._grpo, attempt)
+
+    async def _take_groups(self, step: int) -> SampledGroups:
+        if self._restored is not None:
+            contents, self._restored = self._restored, None
+            self._queue.restore(contents, step)
+        return await self._queue.take_groups(step)
+
+    async def _cancel_requests(self) -> None:
+        self._queue.cancel_requests()
+        if self._unfinished_request is not None:
+            self._unfinished_request.cancel()
 
     def _run_request(self, start_request: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Return the reply of engines; None when they lost the weights: the next call waits for the same request."""
-        if self._unfinished_request is None:
-            self._unfinished_request = self._runner.get_loop().create_task(start_request())
-        if not self._runner.run(self._finishes_in_time(self._unfinished_request)):
+        is_done = self._loop.run(self._finishes_in_time(start_request))
+        if not is_done or self._unfinished_request is None:
             return None
         request, self._unfinished_request = self._unfinished_request, None
         result: T = request.result()
         return result
 
-    async def _finishes_in_time(self, request: asyncio.Task[Any]) -> bool:
+    async def _finishes_in_time(self, start_request: Callable[[], Coroutine[Any, Any, T]]) -> bool:
+        if self._unfinished_request is None:
+            self._unfinished_request = asyncio.get_running_loop().create_task(start_request())
+        request = self._unfinished_request
         loss_of_weights = asyncio.ensure_future(self._sampler.generator.wait_until_outdated())
         try:
             await asyncio.wait({request, loss_of_weights}, return_when=asyncio.FIRST_COMPLETED)

@@ -283,8 +283,12 @@ class GroupRelativePolicyOptimization:
         largest = self.services.peers.max_over_ranks(0.0 if self._mismatch is None else float(self._mismatch))
         rollout_metrics = {} if self.services.rollouts is None else dict(self.services.rollouts.metrics())
         seconds = self._phases.seconds
+        step_seconds = sum(seconds.values())
         if "generatedTokens" in rollout_metrics:
-            rollout_metrics["generationTokensPerSecond"] = rollout_metrics["generatedTokens"] / seconds[_GENERATE]
+            # Engines that run ahead generate in all phases of a step.
+            generation_seconds = step_seconds if self._grpo.rollout.staleness else seconds[_GENERATE]
+            rollout_metrics["generationTokensPerSecond"] = rollout_metrics["generatedTokens"] / generation_seconds
+            rollout_metrics["trainerWaitShare"] = seconds[_GENERATE] / step_seconds
         self._metrics = {
             **rollout_metrics,
             "trainingTokensPerSecond": self._tokens / seconds[_LEARN],

@@ -1,8 +1,8 @@
-"""Groups of answers with their rewards, which rank 0 samples while the other ranks wait.
+"""Groups of answers with their rewards, which rank 0 samples.
 
-All requests of a step are sent at once, and each answer is scored as soon as it arrives. This module also decides which
-groups a step learns from, and how much a long answer loses. Knows the interface of a generator, and nothing of the
-engines behind it, of advantages or of losses.
+All requests of a group are sent at once, and each answer is scored as soon as it arrives. This module also decides
+which groups a step learns from, and how much a long answer loses. Knows the interface of a generator, and nothing of
+the engines behind it, of advantages or of losses; nor when a group is asked for, which is group_queue.py's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moejob_api.job.grpo import Grpo, OverlongAnswers
-from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
+from moejob_trainer.data.prompt_loader import NumberedPrompt
 from moejob_trainer.data.shuffling import mix_keys
 from moejob_trainer.rewards.completion import Completion
 from moejob_trainer.rewards.scorer import CompletionScore, Scorer
 from moejob_trainer.rollouts.interface import Answer, AnswerGenerator, GenerationRequest, SamplingParams
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 Floats = npt.NDArray[np.floating[Any]]
 Booleans = npt.NDArray[np.bool_]
@@ -86,9 +87,14 @@ class SampledGroups:
     replaced: int = 0
     # Tokens of all answers, also of those in groups that are left out.
     tokens: int = 0
-    # Seconds in which all answers had arrived and rewards were still computed.
+    # Seconds in which the step waited, all answers had arrived and rewards were still computed.
     reward_seconds: float = 0.0
     left_out_groups: tuple[LeftOutGroup, ...] = ()
+    # Groups that the step waited for, for they would have been too old in the next one, and those asked for again.
+    awaited: int = 0
+    asked_again: int = 0
+    # Groups that were asked for and that no step has taken.
+    pending: int = 0
 
     def without_routing(self) -> SampledGroups:
         """Return the same groups, each without the routing of its answers."""
@@ -104,20 +110,22 @@ class GroupSampler:
     decode: Callable[[Sequence[int]], str]
     seed: int
     # The event loop in which the scorer was started; None: it has not been started.
-    runner: asyncio.Runner | None = None
+    loop: LoopThread | None = None
 
     async def sample_group(
-        self, prompt: NumberedPrompt, members: int, params: SamplingParams, grpo: Grpo
+        self, prompt: NumberedPrompt, members: int, params: SamplingParams, grpo: Grpo, attempt: int = 0
     ) -> AnswerGroup:
-        """Return the answers of all members to a prompt; equal seeds and weights give equal answers."""
-        sampled_answers = (self._sample_answer(prompt, member, params, grpo) for member in range(members))
+        """Return the answers of all members to a prompt; equal seeds, attempts and weights give equal answers."""
+        sampled_answers = (self._sample_answer(prompt, member, params, grpo, attempt) for member in range(members))
         return AnswerGroup(prompt, tuple(await asyncio.gather(*sampled_answers)))
 
     async def _sample_answer(
-        self, prompt: NumberedPrompt, member: int, params: SamplingParams, grpo: Grpo
+        self, prompt: NumberedPrompt, member: int, params: SamplingParams, grpo: Grpo, attempt: int
     ) -> ScoredAnswer:
         tokens = np.asarray(prompt.prompt.tokens, np.int32)
-        request = GenerationRequest(prompt.number, member, tokens, mix_keys(self.seed, prompt.number, member) % 2**31)
+        # The first attempt has the seed that it had before there were others.
+        keys = (self.seed, prompt.number, member, *([attempt] if attempt else []))
+        request = GenerationRequest(prompt.number, member, tokens, mix_keys(*keys) % 2**31)
         answer = await self.generator.generate(request, params)
         answered_at = time.monotonic()
         text = self.decode([token for token in answer.tokens.tolist() if token not in params.stop_tokens])
@@ -130,52 +138,44 @@ class GroupSampler:
         return ScoredAnswer(answer, text, score, score.total + float(penalty[0]), answered_at)
 
 
-async def sample_groups(
-    sampler: GroupSampler, prompts: PromptLoader, grpo: Grpo, params: SamplingParams
-) -> SampledGroups:
-    """Return the groups of a step.
+def left_out_reason(group: AnswerGroup, grpo: Grpo) -> LeftOutReason | None:
+    """Return the reason why a step does not choose a group, None where it does."""
+    rewards = np.array([group.rewards])
+    if not has_all_rewards(rewards)[0]:
+        return LeftOutReason.REWARD_FAILED
+    if grpo.dynamic_sampling is not None and not has_signal(rewards)[0]:
+        return LeftOutReason.NO_SIGNAL
+    return None
 
-    With dynamic sampling, groups without signal are replaced until promptsPerStep have one or overSampling is reached;
-    then those without fill the step. A prompt is drawn only when it is sent: no drawn prompt is thrown away.
+
+def most_prompts_per_step(grpo: Grpo) -> int:
+    """Return the most prompts of a step: with dynamic sampling, groups without signal are replaced by others."""
+    if grpo.dynamic_sampling is None:
+        return grpo.prompts_per_step
+    return math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
+
+
+def compose_step(groups: Sequence[AnswerGroup], grpo: Grpo) -> SampledGroups:
+    """Return the groups that a step has taken as its groups, and the groups that it leaves out, in the prompts' order.
+
+    Groups without signal fill the places that no others have taken.
     """
-    most_prompts = grpo.prompts_per_step
-    if grpo.dynamic_sampling is not None:
-        most_prompts = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
-    chosen_groups: list[AnswerGroup] = []
-    flat_groups: list[AnswerGroup] = []
-    failed_groups: list[AnswerGroup] = []
-    prompt_count = tokens = 0
-    reward_seconds = 0.0
-    while len(chosen_groups) < grpo.prompts_per_step and prompt_count < most_prompts:
-        new_prompts = prompts.next_prompts(min(grpo.prompts_per_step - len(chosen_groups), most_prompts - prompt_count))
-        prompt_count += len(new_prompts)
-        groups = await asyncio.gather(
-            *(sampler.sample_group(prompt, grpo.group_size, params, grpo) for prompt in new_prompts)
-        )
-        new_answers = [answer for group in groups for answer in group.answers]
-        tokens += sum(len(answer.answer.tokens) for answer in new_answers)
-        reward_seconds += time.monotonic() - max(answer.answered_at for answer in new_answers)
-        for group in groups:
-            rewards = np.array([group.rewards])
-            if not has_all_rewards(rewards)[0]:
-                failed_groups.append(group)
-            elif grpo.dynamic_sampling is None or has_signal(rewards)[0]:
-                chosen_groups.append(group)
-            else:
-                flat_groups.append(group)
-    missing_count = grpo.prompts_per_step - len(chosen_groups)
-    filling_groups, replaced_groups = flat_groups[:missing_count], flat_groups[missing_count:]
+    by_reason: dict[LeftOutReason | None, list[AnswerGroup]] = {None: []} | {reason: [] for reason in LeftOutReason}
+    for group in sorted(groups, key=lambda group: group.prompt.number):
+        by_reason[left_out_reason(group, grpo)].append(group)
+    chosen, failed, flat = (by_reason[key] for key in (None, LeftOutReason.REWARD_FAILED, LeftOutReason.NO_SIGNAL))
+    missing_count = grpo.prompts_per_step - len(chosen)
+    filling, replaced = flat[:missing_count], flat[missing_count:]
     left_out_groups = (
-        *(LeftOutGroup(group.without_routing(), LeftOutReason.REWARD_FAILED) for group in failed_groups),
-        *(LeftOutGroup(group.without_routing(), LeftOutReason.NO_SIGNAL) for group in replaced_groups),
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.REWARD_FAILED) for group in failed),
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.NO_SIGNAL) for group in replaced),
     )
     return SampledGroups(
-        (*chosen_groups, *filling_groups),
-        len(failed_groups),
-        len(replaced_groups),
-        tokens,
-        reward_seconds,
-        left_out_groups,
+        groups=(*chosen, *filling),
+        dropped=len(failed),
+        replaced=len(replaced),
+        tokens=sum(len(answer.answer.tokens) for group in groups for answer in group.answers),
+        left_out_groups=left_out_groups,
     )
 
 

@@ -40,9 +40,19 @@ def reward_metrics(sampled: SampledGroups, names: Sequence[str]) -> dict[str, fl
 
 
 def version_metrics(groups: Sequence[AnswerGroup], version: int) -> dict[str, float]:
-    """Return the published version of the weights, and its distance from the version of the oldest token."""
-    oldest = min(int(answer.answer.versions.min()) for group in groups for answer in group.answers)
-    return {"version": float(version), "staleness": float(version - oldest)}
+    """Return the published version of the weights, and how many versions older tokens are: most, and in the mean."""
+    versions = np.concatenate([answer.answer.versions for group in groups for answer in group.answers])
+    ages = version - versions
+    return {"version": float(version), "staleness": float(ages.max()), "stalenessMean": float(ages.mean())}
+
+
+def queue_metrics(sampled: SampledGroups) -> dict[str, float]:
+    """Return the groups that run ahead of the step, that it waited for, and that were asked for again."""
+    return {
+        "groupsPending": float(sampled.pending),
+        "groupsAwaited": float(sampled.awaited),
+        "groupsAskedAgain": float(sampled.asked_again),
+    }
 
 
 def evaluation_metrics(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
