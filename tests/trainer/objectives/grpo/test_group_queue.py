@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,9 +145,7 @@ async def train_and_stop(run: VirtualRun, steps: range) -> None:
         run.queue.cancel_requests()
 
 
-durations_of_groups = st.lists(
-    st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0, 40.0, 90.0]), min_size=1, max_size=40
-)
+durations_of_groups = st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0, 40.0, 90.0]), min_size=1, max_size=40)
 times_of_steps = st.lists(st.sampled_from([0.0, 0.5, 3.0, 20.0]), min_size=1, max_size=8)
 sizes = st.tuples(st.integers(0, 4), st.integers(1, 4))
 
@@ -201,7 +198,7 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     # Steps that are done, the place in the prompts, and the groups that no step has taken, as they were saved.
     saves: list[tuple[int, Mapping[str, Any], QueueContents]] = []
 
-    async def train_until(run: VirtualRun, first_step: int, seconds: float, every: int) -> None:
+    async def train_until(run: VirtualRun, first_step: int, every: int) -> None:
         for step in range(first_step, step_count):
             await run.train(range(step, step + 1))
             if (step + 1) % (every + 1) == 0:
@@ -210,7 +207,7 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     async def start(run: VirtualRun, first_step: int, seconds: float, every: int) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await train_until(run, first_step, seconds, every)
+                await train_until(run, first_step, every)
         except TimeoutError:
             pass
         finally:
@@ -223,6 +220,7 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
             done, cursor, contents = saves[-1]
             run.loader.load_state_dict(json.loads(json.dumps(cursor)))
             run.queue.restore(contents, done)
+            assert sorted(_pending_numbers(run.queue.contents())) == sorted(_pending_numbers(contents))
         run_virtually(start(run, done, seconds, every))
         trained = {step: numbers for step, numbers in trained.items() if step < done} | run.trained
         assert max(run.oldest_ages, default=0) <= staleness

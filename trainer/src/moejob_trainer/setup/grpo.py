@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from moejob_api.derived import updates_per_step
+from moejob_api.derived import mismatch_correction, updates_per_step
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.objectives.grpo.collecting import RolloutCollector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
@@ -54,8 +54,10 @@ def build_grpo(
     collector = _build_collector(context, prompts, engines, rewards)
     if collector is not None:
         stack.enter_context(collector)
+    # Answers of older weights are weighed by default.
+    grpo = spec.grpo.model_copy(update={"mismatch": mismatch_correction(spec.grpo)})
     settings = GrpoSettings(
-        spec.grpo,
+        grpo,
         batch_plan(spec, context.layout, pad_token=0),
         updates_per_step(spec) // spec.grpo.epochs_per_step,
         spec.training.seed,
