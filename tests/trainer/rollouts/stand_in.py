@@ -17,7 +17,8 @@ from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract.pods import HttpPath
 from moejob_api.contract.publications import PublicationReport
-from moejob_trainer.runtime.channel import BROKEN, LoopThread, prove_to_server, splice_streams
+from moejob_trainer.runtime.channel import BROKEN, prove_to_server, splice_streams
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 # Says what to answer a request for tokens.
 Behaviour = Callable[[AnswerRequest], Awaitable[web.Response]]

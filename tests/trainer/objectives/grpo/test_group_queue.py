@@ -179,12 +179,31 @@ def _pending_numbers(contents: QueueContents) -> list[int]:
     return [group.number for group in contents.finished] + [prompt.number for prompt in contents.unfinished]
 
 
+# Steps that are done, the place in the prompts, and the groups that no step has taken.
+Save = tuple[int, Mapping[str, Any], QueueContents]
+
+
+async def train_until_killed(run: VirtualRun, steps: range, seconds: float, save_every: int) -> list[Save]:
+    saves: list[Save] = []
+    try:
+        async with asyncio.timeout(seconds):
+            for step in steps:
+                await run.train(range(step, step + 1))
+                if (step + 1) % save_every == 0:
+                    saves.append((step + 1, run.loader.state_dict(), run.queue.contents()))
+    except TimeoutError:
+        pass
+    finally:
+        run.queue.cancel_requests()
+    return saves
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     sizes=sizes,
     durations=durations_of_groups,
     times=times_of_steps,
-    kills=st.lists(st.tuples(st.floats(0.0, 150.0), st.integers(0, 3)), min_size=1, max_size=5),
+    kills=st.lists(st.tuples(st.floats(0.0, 150.0), st.integers(1, 4)), min_size=1, max_size=5),
 )
 def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     corpus: PromptCorpus,
@@ -193,40 +212,18 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     times: list[float],
     kills: list[tuple[float, int]],
 ) -> None:
-    step_count, staleness = 10, sizes[0]
-    trained: dict[int, list[int]] = {}
-    # Steps that are done, the place in the prompts, and the groups that no step has taken, as they were saved.
-    saves: list[tuple[int, Mapping[str, Any], QueueContents]] = []
-
-    async def train_until(run: VirtualRun, first_step: int, every: int) -> None:
-        for step in range(first_step, step_count):
-            await run.train(range(step, step + 1))
-            if (step + 1) % (every + 1) == 0:
-                saves.append((step + 1, run.loader.state_dict(), run.queue.contents()))
-
-    async def start(run: VirtualRun, first_step: int, seconds: float, every: int) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await train_until(run, first_step, every)
-        except TimeoutError:
-            pass
-        finally:
-            run.queue.cancel_requests()
-
-    for seconds, every in [*kills, (1e6, 0)]:
+    step_count, trained = 10, dict[int, list[int]]()
+    saves: list[Save] = [(0, make_loader(corpus).state_dict(), QueueContents())]
+    for seconds, save_every in [*kills, (1e6, 1)]:
         run = VirtualRun(make_grpo(*sizes), make_loader(corpus), cycle(durations), cycle(times))
-        done = 0
-        if saves:
-            done, cursor, contents = saves[-1]
-            run.loader.load_state_dict(json.loads(json.dumps(cursor)))
-            run.queue.restore(contents, done)
-            assert sorted(_pending_numbers(run.queue.contents())) == sorted(_pending_numbers(contents))
-        run_virtually(start(run, done, seconds, every))
-        trained = {step: numbers for step, numbers in trained.items() if step < done} | run.trained
-        assert max(run.oldest_ages, default=0) <= staleness
+        done, cursor, contents = saves[-1]
+        run.loader.load_state_dict(json.loads(json.dumps(cursor)))
+        run.queue.restore(contents, done)
+        assert sorted(_pending_numbers(run.queue.contents())) == sorted(_pending_numbers(contents))
+        saves += run_virtually(train_until_killed(run, range(done, step_count), seconds, save_every))
+        assert max(run.oldest_ages, default=0) <= sizes[0]
         # What was trained on behind the last save is forgotten with the weights.
-        kept_steps = saves[-1][0] if saves else 0
-        trained = {step: numbers for step, numbers in trained.items() if step < kept_steps}
+        trained = {step: numbers for step, numbers in (trained | run.trained).items() if step < saves[-1][0]}
     trained_numbers = [number for numbers in trained.values() for number in numbers]
     assert len(trained) == step_count
     expected = sorted([*trained_numbers, *_pending_numbers(saves[-1][2])])
@@ -281,7 +278,7 @@ def test_a_run_goes_on_beside_an_answer_that_never_ends(corpus: PromptCorpus) ->
 
 def test_a_prompt_that_never_ends_ends_a_run_that_cannot_go_on_without_it(corpus: PromptCorpus) -> None:
     run = VirtualRun(make_grpo(0, 2), make_loader(corpus), lambda number, _: ENDLESS if number == 1 else 1.0)
-    with pytest.raises(GroupTimeout, match="step 1 needs prompt 1, whose 2 answers .* more than 100 s 5 times"):
+    with pytest.raises(GroupTimeout, match=r"step 1 needs prompt 1, whose 2 answers .* more than 100 s 5 times"):
         run_virtually(train_and_stop(run, range(2)))
 
 
@@ -304,7 +301,7 @@ def test_a_token_that_is_too_old_is_refused(corpus: PromptCorpus) -> None:
         await run.queue.take_groups(3)
         await run.queue.take_groups(4)
 
-    with pytest.raises(ValueError, match="has a token of version -5, and .* allows none before 3"):
+    with pytest.raises(ValueError, match=r"has a token of version -5, and .* allows none before 3"):
         run_virtually(lie())
 
 

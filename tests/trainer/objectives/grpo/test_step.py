@@ -133,6 +133,8 @@ class Flat:
     """An engine to which every token is as likely as any; each update makes all of them likelier."""
 
     level: float = -0.5
+    # Of each update.
+    rise: float = 0.1
     # What old log-probabilities were asked for.
     asked: list[MicroBatch] = field(default_factory=list)
 
@@ -161,7 +163,7 @@ class Flat:
     def update(self, batches: Sequence[MicroBatch], loss: Callable[..., LossTerms]) -> UpdateResult:
         """Add the terms of the loss up."""
         terms = [loss(outputs, batch) for outputs, batch in zip(self._said(batches), batches, strict=True)]
-        self.level += 0.1
+        self.level += self.rise
         weight = sum(float(batch.weights.sum()) for batch in batches)
         return UpdateResult(sum(float(one.total) for one in terms) / weight, 1.0, 1.0, 0)
 
@@ -266,6 +268,24 @@ def test_a_step_learns_from_the_answers_that_were_rewarded(started: Callable[...
     assert metrics["generateSeconds"] == pytest.approx(run.objective.waited_seconds(), abs=1e-6)
     # Prompts of two tokens, to answers of two and of three.
     assert metrics["trainingTokensPerSecond"] * metrics["learnSeconds"] == pytest.approx(18, rel=0.02)
+
+
+def test_engines_that_are_never_behind_make_the_same_steps_however_far_ahead_they_run(
+    started: Callable[..., Run],
+) -> None:
+    losses = []
+    for staleness in (0, 1, 3):
+        run = started(
+            _grpo(rollout={"staleness": staleness}), lambda group, member: "no" if group % 3 > member else "yes"
+        )
+        run.engine.rise = 0.0
+        results = [run.step(number)[1] for number in range(6)]
+        losses.append([result.loss for (result,) in results])
+        assert run.objective.metrics()["staleness"] == staleness
+        assert run.objective.metrics()["groupsPending"] == 2 * staleness
+        assert len(run.engines.asked) == (6 + staleness) * 4
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(losses[0])) > 1
 
 
 def test_only_what_the_model_wrote_carries_weight(started: Callable[..., Run]) -> None:

@@ -24,7 +24,6 @@ from moejob_trainer.runtime.channel import (
     BACKLOG,
     BROKEN,
     Admission,
-    LoopThread,
     Streams,
     UnknownPeer,
     open_listening_socket,
@@ -33,6 +32,7 @@ from moejob_trainer.runtime.channel import (
     splice_streams,
     write_frame,
 )
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 # A store that does not answer for this long is lost.
 _ANSWER_SECONDS = 20.0

@@ -12,10 +12,7 @@ import hashlib
 import hmac
 import os
 import socket
-from collections.abc import Coroutine
 from contextlib import suppress
-from threading import Thread
-from typing import Any
 
 from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
 
@@ -126,39 +123,6 @@ async def _carry_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         while content := await reader.read(_SPLICE_BYTES):
             writer.write(content)
             await writer.drain()
-
-
-class LoopThread:
-    """An event loop in a thread of its own: connections must not wait for what the process does."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_ignore_cancelled)
-        Thread(target=self._loop.run_forever, name="connections", daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
-        """Return the result of the coroutine; TimeoutError when it takes longer."""
-        running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, seconds), self._loop)
-        return running.result()
-
-    def stop(self) -> None:
-        """End all connections."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end_tasks)
-
-    def _end_tasks(self) -> None:
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        # Tasks close their connections when they end, and a loop that stops before leaves them open.
-        all_ended = asyncio.gather(*tasks, return_exceptions=True)
-        all_ended.add_done_callback(lambda _: self._loop.stop())
-
-
-def _ignore_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Before Python 3.12 a server reports the requested end of a connection's task as an error.
-    if not isinstance(context.get("exception"), asyncio.CancelledError):
-        loop.default_exception_handler(context)
 
 
 def open_listening_socket(address: str, port: int) -> socket.socket:

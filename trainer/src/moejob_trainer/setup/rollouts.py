@@ -41,8 +41,8 @@ from moejob_trainer.setup.grpo import RolloutEngines
 from moejob_trainer.setup.prompts import RunPrompts
 
 _FOLDER = "weights"
-# A day: longer than any answer takes.
-_ANY_SECONDS = 86_400.0
+# An engine hangs that keeps a request for this many times answerTimeoutSeconds.
+_HANGING_TIMEOUTS = 4
 _TOKEN_IDS = TypeAdapter(list[int])
 
 
@@ -80,12 +80,11 @@ def keeps_cache(spec: Spec) -> bool:
 def fleet_limits(spec: Spec) -> FleetLimits:
     """The times of a fleet: the job's for an answer, and the defaults.
 
-    With staleness, an answer may take longer as long as no step waits for it; the steps bound it then.
+    A step that waits for an answer gives it up earlier, and loses no engine by it: objectives/grpo/group_queue.py.
     """
     if spec.grpo is None:
         return FleetLimits()
-    rollout = spec.grpo.rollout
-    return FleetLimits(answer_seconds=_ANY_SECONDS if rollout.staleness else rollout.answer_timeout_seconds)
+    return FleetLimits(answer_seconds=_HANGING_TIMEOUTS * spec.grpo.rollout.answer_timeout_seconds)
 
 
 def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:

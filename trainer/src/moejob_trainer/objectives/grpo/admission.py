@@ -1,4 +1,4 @@
-"""Which groups may be asked for, and which of them a step may take. Pure: numbers in, decisions out.
+"""The groups that may be asked for, and those of them that a step may take. Pure: numbers in, decisions out.
 
 Version v of the weights is published when v steps are done. A group that is asked for at version v may be trained on up
 to step v + N, its deadline, with N = `rollout.staleness`: no token is then older than N versions. Each step takes P
@@ -8,8 +8,8 @@ steps up to t. With r groups that the present step s still takes, this is, for e
     groups with deadline <= t   <=   r + (t - s) P
 
 A new group has the latest deadline, s + N, so it may be asked for while all groups are fewer than r + N P. A step takes
-the oldest complete group whose removal keeps the inequality for r - 1: where it is an equality for some t, one with a deadline up
-to that t. Where no such group is complete, a step waits.
+the oldest complete group whose removal keeps the inequality for r - 1: where it is an equality for some t, one with a
+deadline up to that t. Where no such group is complete, a step waits.
 
 With N = 1, P = 2, in step 5, of which both groups are still to be taken: up to 4 groups wait. Groups 8 (asked for at
 version 4, deadline 5) and 9, 10, 11 (version 5, deadline 6); all but 8 are complete. The step takes 9, for 8 alone has

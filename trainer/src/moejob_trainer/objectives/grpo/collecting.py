@@ -64,7 +64,7 @@ class RolloutCollector:
         self._params = params
         self._loop = sampler.loop or LoopThread("rewards")
         self._queue = GroupQueue(grpo, prompts.training, self._sample_group)
-        # Groups of a checkpoint, which the first step of this start goes on with.
+        # Groups of a checkpoint, which the first step of this start continues with.
         self._restored: QueueContents | None = None
         # The request that was under way when engines lost the weights.
         self._unfinished_request: asyncio.Task[Any] | None = None
@@ -152,6 +152,10 @@ class RolloutCollector:
     def metrics(self) -> Mapping[str, float]:
         """Return the last step's rewards, versions and failures of rewards."""
         return self._metrics
+
+    def measure_idle_share(self) -> float:
+        """Return the share of time since the last call in which engines had nothing to compute."""
+        return self._sampler.generator.measure_idle_share()
 
     def snapshot_state(self) -> ObjectiveState:
         """Return the place in the prompts, and all groups that were asked for and that no step has trained on."""

@@ -110,7 +110,7 @@ class GroupQueue:
         return QueueContents(finished, [*(each for each in unfinished if each.number not in numbers), *self._owed])
 
     def restore(self, contents: QueueContents, step: int) -> None:
-        """Go on with the groups of a checkpoint; those that are unfinished, or too old by now, are asked for again."""
+        """Continue with the groups of a checkpoint; the unfinished ones, and those too old by now, are asked for again."""
         kept, outdated = split_feasible(self._limits, StepPlaces(step), contents.finished)
         self._pending = {group.number: group for group in kept}
         owed = [*contents.unfinished, *(group.group.prompt for group in outdated)]
@@ -226,10 +226,10 @@ def _as_finished(entry: FinishedGroup | _RunningGroup) -> FinishedGroup | None:
 
 def _refuse_older(finished: FinishedGroup, oldest_version: int) -> None:
     """Raise where an answer has an older token than the job allows; only an engine that errs can bring one."""
-    found = min(int(answer.answer.versions.min()) for answer in finished.group.answers)
-    if found < oldest_version:
+    oldest_token = min(int(answer.answer.versions.min()) for answer in finished.group.answers)
+    if oldest_token < oldest_version:
         raise ValueError(
             f"an answer to prompt {finished.number}, asked for at version {finished.version}, has a token of version "
-            f"{found}, and grpo.rollout.staleness allows none before {oldest_version}: its engine had other weights "
-            "than it said"
+            f"{oldest_token}, and grpo.rollout.staleness allows none before {oldest_version}: its engine had other "
+            "weights than it said"
         )

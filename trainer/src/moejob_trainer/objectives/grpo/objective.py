@@ -55,6 +55,7 @@ from moejob_trainer.objectives.grpo.loss import build_loss_mask, engine_mismatch
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
 from moejob_trainer.objectives.grpo.step_record import ComputedStep, StepRecorder
+from moejob_trainer.objectives.grpo.waiting import WaitingLog
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
@@ -83,6 +84,9 @@ class RolloutSource(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step."""
+
+    def measure_idle_share(self) -> float:
+        """Return the share of time since the last call in which engines had nothing to compute."""
 
     def snapshot_state(self) -> ObjectiveState:
         """Return the place in the prompts."""
@@ -141,6 +145,7 @@ class GroupRelativePolicyOptimization:
         self._tokens = 0
         self._metrics: Mapping[str, float] = {}
         self._computed_step: ComputedStep | None = None
+        self._waiting_log = WaitingLog(self._grpo.rollout)
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:
         """Yield this data rank's micro batches of each update."""
@@ -288,7 +293,7 @@ class GroupRelativePolicyOptimization:
             # Engines that run ahead generate in all phases of a step.
             generation_seconds = step_seconds if self._grpo.rollout.staleness else seconds[_GENERATE]
             rollout_metrics["generationTokensPerSecond"] = rollout_metrics["generatedTokens"] / generation_seconds
-            rollout_metrics["trainerWaitShare"] = seconds[_GENERATE] / step_seconds
+            self._note_waiting(rollout_metrics, seconds[_GENERATE] / step_seconds)
         self._metrics = {
             **rollout_metrics,
             "trainingTokensPerSecond": self._tokens / seconds[_LEARN],
@@ -299,6 +304,15 @@ class GroupRelativePolicyOptimization:
             "probeMaximum": self._sync.probe_maximum,
             "probeBound": self._sync.probe_bound,
         }
+
+    def _note_waiting(self, rollout_metrics: dict[str, float], trainer_share: float) -> None:
+        if self.services.rollouts is None:
+            return
+        engine_share = self.services.rollouts.measure_idle_share()
+        rollout_metrics |= {"trainerWaitShare": trainer_share, "engineWaitShare": engine_share}
+        line = self._waiting_log.add_step(trainer_share, engine_share)
+        if line is not None:
+            self._log_line(line)
 
 
 def batch_arrays(batch: RolloutBatch) -> dict[str, Array]:

@@ -11,7 +11,8 @@ from contextlib import closing, suppress
 from datetime import timedelta
 
 from moejob_api.contract.addresses import LOOPBACK
-from moejob_trainer.runtime.channel import BROKEN, Admission, LoopThread, splice_streams
+from moejob_trainer.runtime.channel import BROKEN, Admission, splice_streams
+from moejob_trainer.runtime.loop_thread import LoopThread
 from moejob_trainer.runtime.loopback_store import loopback_store
 
 _ANSWER_SECONDS = 20.0
