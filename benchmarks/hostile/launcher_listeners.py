@@ -18,7 +18,8 @@ from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunProgress
 from moejob_trainer.launcher.http_server import ProgressServer
 from moejob_trainer.launcher.store import LauncherStore, LostPeers, StoreEntries, StoreServer
-from moejob_trainer.runtime.channel import LoopThread, attempt_key, open_listening_socket
+from moejob_trainer.runtime.channel import attempt_key, open_listening_socket
+from moejob_trainer.runtime.loop_thread import LoopThread
 
 RANKS = tuple(ReportedHeartbeat(rank=rank, pid=rank + 2, step=1, age_seconds=0.5) for rank in range(8))
 PROGRESS = PodProgress(attempt=0, index=0, ready=True, ranks=RANKS, run=RunProgress(step=1, total_steps=100))

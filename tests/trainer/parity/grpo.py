@@ -89,6 +89,10 @@ class RecordedSource:
         """Nothing is measured."""
         return {}
 
+    def measure_idle_share(self) -> float:
+        """No engine is there."""
+        return 0.0
+
     def snapshot_state(self) -> ObjectiveState:
         """Nothing is kept."""
         return ObjectiveState({})

@@ -20,9 +20,8 @@ from moejob_trainer.data.prompt_loader import NumberedPrompt
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration, BadData
-from moejob_trainer.objectives.grpo.sampling import AnswerGroup, ScoredAnswer
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, FinishedGroup, ScoredAnswer
 from moejob_trainer.objectives.grpo.saved_groups import (
-    FinishedGroup,
     pack_groups,
     prompt_rows,
     read_prompt_rows,

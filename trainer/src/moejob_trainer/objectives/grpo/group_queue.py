@@ -24,6 +24,7 @@ from moejob_trainer.objectives.grpo.admission import (
 )
 from moejob_trainer.objectives.grpo.sampling import (
     AnswerGroup,
+    FinishedGroup,
     SampledGroups,
     compose_step,
     left_out_reason,
@@ -40,24 +41,6 @@ SampleGroup = Callable[[NumberedPrompt, int], Coroutine[Any, Any, AnswerGroup]]
 
 class GroupTimeout(RuntimeError):
     """A step that has waited for one group for too long, again and again."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedGroup:
-    """A group with all answers and rewards, and the version of the weights when it was asked for."""
-
-    group: AnswerGroup
-    version: int
-
-    @property
-    def number(self) -> int:
-        """Return the number of its prompt."""
-        return self.group.prompt.number
-
-    @property
-    def is_complete(self) -> bool:
-        """Return True: it waits for a step only."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +93,7 @@ class GroupQueue:
         return QueueContents(finished, [*(each for each in unfinished if each.number not in numbers), *self._owed])
 
     def restore(self, contents: QueueContents, step: int) -> None:
-        """Continue with the groups of a checkpoint; the unfinished ones, and those too old by now, are asked for again."""
+        """Continue with the groups of a checkpoint; unfinished ones, and those too old by now, are asked for again."""
         kept, outdated = split_feasible(self._limits, StepPlaces(step), contents.finished)
         self._pending = {group.number: group for group in kept}
         owed = [*contents.unfinished, *(group.group.prompt for group in outdated)]

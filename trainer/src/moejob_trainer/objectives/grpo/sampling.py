@@ -61,6 +61,24 @@ class AnswerGroup:
         return replace(self, answers=tuple(answers))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedGroup:
+    """A group with all answers and rewards, and the version of the weights when it was asked for."""
+
+    group: AnswerGroup
+    version: int
+
+    @property
+    def number(self) -> int:
+        """Return the number of its prompt."""
+        return self.group.prompt.number
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True: it waits for a step only."""
+        return True
+
+
 class LeftOutReason(StrEnum):
     """The reason why a step does not learn from a group."""
 

@@ -29,7 +29,7 @@ from moejob_trainer.data.blending import DocumentKey
 from moejob_trainer.data.prompt_loader import OTHER_CHECKPOINT, NumberedPrompt
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration, BadData
-from moejob_trainer.objectives.grpo.sampling import AnswerGroup, ScoredAnswer
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, FinishedGroup, ScoredAnswer
 from moejob_trainer.rewards.scorer import CompletionScore
 from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
 
@@ -60,14 +60,6 @@ _OF_TOKENS: Mapping[str, type] = {"token.id": np.int32, "token.logProbability": 
 _PROMPT_TOKENS, _TEXTS, _PARTS = "prompt.tokens", "text.bytes", "part.value"
 # A tokenizer may cut a character in two, and decoders may return halves of surrogate pairs.
 _ENCODING = ("utf-8", "surrogatepass")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedGroup:
-    """A scored group that no step has taken, and the version of the weights when it was asked for."""
-
-    group: AnswerGroup
-    version: int
 
 
 @dataclass(frozen=True, slots=True)
