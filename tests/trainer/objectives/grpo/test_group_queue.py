@@ -43,9 +43,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]  # the base class's own
-            self._virtual_now = max(self._virtual_now, self._scheduled[0].when())  # type: ignore[attr-defined]  # dito
-        super()._run_once()  # type: ignore[misc]  # dito
+        if not self._ready:  # type: ignore[attr-defined]  # the base class's own
+            timers = [timer.when() for timer in self._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]  # ditto
+            self._virtual_now = max(self._virtual_now, min(timers, default=self._virtual_now))
+        super()._run_once()  # type: ignore[misc]  # ditto
 
 
 def make_grpo(staleness: int, prompts_per_step: int, **extra: Any) -> Grpo:

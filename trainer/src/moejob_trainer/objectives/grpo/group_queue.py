@@ -171,17 +171,20 @@ class GroupQueue:
     async def _wait_for_change(self) -> None:
         """Wait until a group ends, or one that the step waits for has taken too long."""
         self._changed.clear()
-        deadlines = [entry.asked_at + self._timeout_seconds for entry in self._awaited_groups()]
+        give_up_at = min((self._give_up_at(entry) for entry in self._awaited_groups()), default=None)
         try:
-            async with asyncio.timeout(max(0.0, min(deadlines) - self._now()) if deadlines else None):
+            async with asyncio.timeout_at(give_up_at):
                 await self._changed.wait()
         except TimeoutError:
             return
 
+    def _give_up_at(self, entry: _RunningGroup) -> float:
+        return entry.asked_at + self._timeout_seconds
+
     def _ask_again(self) -> int:
         """Ask for groups again that the step has waited for too long; return how many."""
         now = self._now()
-        late = [entry for entry in self._awaited_groups() if now - entry.asked_at >= self._timeout_seconds]
+        late = [entry for entry in self._awaited_groups() if now >= self._give_up_at(entry)]
         for entry in late:
             attempt = entry.attempt + 1
             if attempt >= _MOST_ATTEMPTS and entry.version == self._places.step:
