@@ -43,6 +43,8 @@ from moejob_trainer.setup.prompts import RunPrompts
 _FOLDER = "weights"
 # An engine hangs that keeps a request for this many times answerTimeoutSeconds.
 _HANGING_TIMEOUTS = 4
+# A day: longer than any answer takes.
+_ANY_SECONDS = 86_400.0
 _TOKEN_IDS = TypeAdapter(list[int])
 
 
@@ -84,7 +86,10 @@ def fleet_limits(spec: Spec) -> FleetLimits:
     """
     if spec.grpo is None:
         return FleetLimits()
-    return FleetLimits(answer_seconds=_HANGING_TIMEOUTS * spec.grpo.rollout.answer_timeout_seconds)
+    rollout = spec.grpo.rollout
+    # With staleness, an answer may take longer as long as no step waits for it.
+    hanging_seconds = _HANGING_TIMEOUTS * float(rollout.answer_timeout_seconds)
+    return FleetLimits(answer_seconds=_ANY_SECONDS if rollout.staleness else hanging_seconds)
 
 
 def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
