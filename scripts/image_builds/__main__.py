@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -84,4 +85,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    # Only --help: an argument that went unread would build 20 GB.
+    argparse.ArgumentParser(prog="python -m image_builds", description=__doc__).parse_args()
     sys.exit(main(os.environ))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -153,3 +156,11 @@ def test_an_image_starts_what_pods_expect_as_a_user_that_is_not_root(
     assert said["ENTRYPOINT"] == entry
     assert said["EXPOSE"] == " ".join(f"{port:d}" for port in ports)
     assert said["USER"] == "65532:65532"
+
+
+def test_an_argument_is_refused_before_anything_is_built() -> None:
+    """Else `--help` would build the default images. IMAGES names none, so that a failure builds nothing either."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts"), "IMAGES": "none"}
+    command = [sys.executable, "-m", "image_builds", "operator"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, "unrecognized arguments: operator" in done.stderr) == (2, True)
