@@ -53,6 +53,12 @@ from charts import CHART, Helm, HelmError, Values
         pytest.param(
             {"metrics": {"serviceMonitor": {"interval": "soon"}}}, "'/metrics/serviceMonitor/interval'", id="i"
         ),
+        pytest.param(
+            {"networkPolicy": {"jobs": False, "jobsEgress": True}}, "networkPolicy.jobs is off", id="egress alone"
+        ),
+        pytest.param(
+            {"networkPolicy": {"jobsEgressRules": [{"ports": [{"port": 9000}]}]}}, "nothing bounds", id="rules alone"
+        ),
         pytest.param({"limits": {"image": []}}, "'/limits': additional properties 'image'", id="a limit that is not"),
         pytest.param({"limits": {"images": ["a.b*"]}}, "'/limits/images/0': 'a.b*' does not", id="half a registry"),
         pytest.param({"limits": {"secrets": "none"}}, "'/limits/secrets': got string", id="a word for names"),

@@ -11,6 +11,7 @@ import yaml
 
 from charts import CHART, NAMESPACE, Helm, Object, RenderedChart, Values
 from limit_cases import ALLOWED
+from moejob_operator.reachable import CLOSED_PORT, OPEN_PORT
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "crds" / "moetrainingjobs.yaml"
@@ -301,9 +302,10 @@ def test_every_service_budget_and_policy_finds_the_pods_of_the_operator_and_not_
 ) -> None:
     rendered = helm.render(values)
     selectors = [rendered.find_one("Deployment")["spec"]["selector"]["matchLabels"]]
-    selectors += [found["spec"]["selector"] for found in rendered.find_all("Service")]
+    selectors += [found["spec"]["selector"] for found in rendered.find_all("Service") if not is_hook(found)]
     selectors += [found["spec"]["selector"]["matchLabels"] for found in rendered.find_all("PodDisruptionBudget")]
-    selectors += [found["spec"]["podSelector"]["matchLabels"] for found in rendered.find_all("NetworkPolicy")]
+    policies = [found for found in rendered.find_all("NetworkPolicy") if not is_hook(found)]
+    selectors += [found["spec"]["podSelector"]["matchLabels"] for found in policies]
     for selector in selectors:
         assert selector.items() <= rendered.pod["metadata"]["labels"].items()
         assert not selector.items() <= rendered.find_one("Pod")["metadata"]["labels"].items()
@@ -312,6 +314,31 @@ def test_every_service_budget_and_policy_finds_the_pods_of_the_operator_and_not_
         ports = {port["name"] for service in rendered.find_all("Service") for port in service["spec"]["ports"]}
         assert wanted.items() <= rendered.find_one("Service", "moejob-operator")["metadata"]["labels"].items()
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+def is_hook(found: Object) -> bool:
+    """Return whether an object is there only while `helm test` runs."""
+    return "helm.sh/hook" in found["metadata"].get("annotations", {})
+
+
+@VALUES
+def test_helm_test_has_a_pod_of_its_own_to_see_whether_policies_are_enforced(helm: Helm, values: Values) -> None:
+    rendered = helm.render(values)
+    command = rendered.find_one("Pod")["spec"]["containers"][0]["command"]
+    if values.get("networkPolicy", {}).get("enabled") is False:
+        assert not any("--policy-target" in word for word in command)
+        return
+    assert f"--policy-target=moejob-operator-test.{NAMESPACE}.svc" in command
+    [target] = rendered.find_all("ReplicaSet")
+    labels = target["spec"]["template"]["metadata"]["labels"]
+    service, policy = (rendered.find_one(kind, "moejob-operator-test") for kind in ("Service", "NetworkPolicy"))
+    assert {port["port"] for port in service["spec"]["ports"]} == {OPEN_PORT, CLOSED_PORT}
+    assert policy["spec"]["ingress"] == [{"ports": [{"port": OPEN_PORT, "protocol": "TCP"}]}]
+    for selector in (service["spec"]["selector"], policy["spec"]["podSelector"]["matchLabels"]):
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= rendered.pod["metadata"]["labels"].items()
+    restricted = target["spec"]["template"]["spec"]["securityContext"]
+    assert restricted == rendered.find_one("Pod")["spec"]["securityContext"]
 
 
 def test_cert_manager_makes_the_certificate_where_it_is_asked_to(helm: Helm) -> None:
@@ -376,7 +403,8 @@ def test_a_job_that_no_replica_has_seen_is_refused_unless_asked_otherwise(
 @VALUES
 def test_all_that_only_the_test_may_do_goes_when_the_test_is_over(helm: Helm, values: Values) -> None:
     hooks = [found for found in helm.render(values).objects if "test" in found["metadata"]["name"]]
-    assert {"Pod", "Role", "RoleBinding", "ServiceAccount"} == {found["kind"] for found in hooks}
+    target = {"ReplicaSet", "Service", "NetworkPolicy"} if "enabled" not in values.get("networkPolicy", {}) else set()
+    assert {"Pod", "Role", "RoleBinding", "ServiceAccount"} | target == {found["kind"] for found in hooks}
     for found in hooks:
         annotations = found["metadata"]["annotations"]
         assert annotations["helm.sh/hook"] == "test"

@@ -30,7 +30,7 @@ DECIDED = {
     "trainer_colocated_image",
     *{"leader_election", "lease_name", "lease_seconds", "renew_deadline_seconds", "retry_seconds"},
     *{"webhook", "webhook_port", "webhook_service", "webhook_secret", "webhook_configuration", "webhook_certificates"},
-    *{"job_network_policy", "job_metrics_from", "limits"},
+    *{"job_network_policy", "job_metrics_from", "job_egress", "job_egress_rules", "limits"},
 }
 OTHERS: dict[str, Any] = {
     "workers": 7,
@@ -86,9 +86,18 @@ def test_jobs_get_a_network_policy_unless_the_chart_is_told_otherwise(told: Told
     assert settings.job_metrics_from == (prometheus,)
     assert OPERATOR_LABELS.items() <= rendered.pod["metadata"]["labels"].items()
     assert "networkpolicies" in str(rendered.find_all("ClusterRole"))
+    assert not settings.job_egress
     settings, rendered = told({"networkPolicy": {"jobs": False}})
     assert not settings.job_network_policy
     assert "networkpolicies" not in str(rendered.find_all("ClusterRole"))
+
+
+def test_one_value_bounds_what_pods_of_jobs_connect_to(told: Told) -> None:
+    settings, _ = told({"networkPolicy": {"jobsEgress": True}})
+    assert (settings.job_egress, settings.job_egress_rules) == (True, ())
+    rule = {"to": [{"podSelector": {"matchLabels": {"app": "minio"}}}], "ports": [{"port": 9000}]}
+    settings, _ = told({"networkPolicy": {"jobsEgress": True, "jobsEgressRules": [rule]}})
+    assert settings.job_egress_rules == (rule,)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def test_probes_and_metrics_ask_the_port_that_answers(told: Told) -> None:
 
 
 def test_the_operator_may_reach_the_pods_of_jobs(helm: Helm) -> None:
-    policy = helm.render({"networkPolicy": {"egress": True}}).find_one("NetworkPolicy")
+    policy = helm.render({"networkPolicy": {"egress": True}}).find_one("NetworkPolicy", "moejob-operator")
     [rule] = [rule for rule in policy["spec"]["egress"] if "to" in rule]
     assert rule["ports"] == [{"port": PodPort.PROGRESS, "protocol": "TCP"}]
     assert rule["to"][0]["podSelector"]["matchLabels"] == {Label.MANAGED_BY: MANAGED_BY}

@@ -182,7 +182,7 @@ def is_selected(peer: Object, pod: Object) -> bool:
 
 
 def metrics_rule(rendered: RenderedChart) -> Object:
-    rules = rendered.find_one("NetworkPolicy")["spec"]["ingress"]
+    rules = rendered.find_one("NetworkPolicy", "moejob-operator")["spec"]["ingress"]
     [rule] = [one for one in rules if {"http"} == {port["port"] for port in one["ports"]}]
     found: Object = rule
     return found

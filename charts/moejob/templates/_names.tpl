@@ -108,6 +108,12 @@ app.kubernetes.io/component: operator
 {{- if gt (mulf 2 $terms.retrySeconds) (float64 $terms.renewDeadlineSeconds) }}
 {{- fail (printf "leaderElection: retrySeconds %v must be at most half of renewDeadlineSeconds %v: one lost renewal must not end a leader" $terms.retrySeconds $terms.renewDeadlineSeconds) }}
 {{- end }}
+{{- if and .Values.networkPolicy.jobsEgress (not .Values.networkPolicy.jobs) }}
+{{- fail "networkPolicy.jobsEgress is a part of the policy of each job, and networkPolicy.jobs is off; set it to true, or jobsEgress to false" }}
+{{- end }}
+{{- if and .Values.networkPolicy.jobsEgressRules (not .Values.networkPolicy.jobsEgress) }}
+{{- fail "networkPolicy.jobsEgressRules has rules for connections that nothing bounds; set networkPolicy.jobsEgress to true, or remove them" }}
+{{- end }}
 {{- if and .Values.webhook.issuerRef (ne .Values.webhook.certificates "CertManager") }}
 {{- fail (printf "webhook.issuerRef names an issuer of cert-manager, but webhook.certificates is %s; set it to CertManager, or remove issuerRef" .Values.webhook.certificates) }}
 {{- end }}

@@ -22,6 +22,10 @@ capabilities: {drop: [ALL]}
 {{- with .Values.networkPolicy.metricsFrom }}
 {{- include "moejob.setting" (list "jobMetricsFrom" .) }}
 {{- end }}
+{{- include "moejob.setting" (list "jobEgress" .Values.networkPolicy.jobsEgress) }}
+{{- with .Values.networkPolicy.jobsEgressRules }}
+{{- include "moejob.setting" (list "jobEgressRules" .) }}
+{{- end }}
 {{- $limits := dict }}
 {{- range $name, $allowed := .Values.limits }}
 {{- if not (kindIs "invalid" $allowed) }}{{ $_ := set $limits $name $allowed }}{{ end }}

@@ -22,6 +22,7 @@ from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound, load_configuration
 from moejob_operator.kube_api.live_lists import JOBS, collection_path
+from moejob_operator.reachable import report_policies
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease
 from moejob_operator.runtime.metrics import Metrics
 
@@ -30,6 +31,7 @@ Problem = str | None
 
 _PAUSE_SECONDS = 1.0
 _REQUEST_SECONDS = 10.0
+_POLICY_SECONDS = 30.0
 _SPEC: Mapping[str, Any] = {
     "method": "SFT",
     "model": {"source": "moejob/tiny-moe"},
@@ -59,6 +61,9 @@ class Installation(BaseSettings):
     own_namespace: Annotated[str, Field(description="Where the operator's Lease is.")]
     lease_name: Annotated[str, Field(description="Name of the Lease.")] = "moejob-operator"
     webhook: Annotated[bool, Field(description="Whether wrong jobs have to be denied by the webhook.")] = True
+    policy_target: Annotated[
+        str | None, Field(description="Host of moejob_operator.reachable, one port of which a NetworkPolicy closes.")
+    ] = None
     seconds: Annotated[float, Field(gt=0, description="How long to wait until all is well.")] = 90.0
     kubeconfig: Annotated[
         Path | None, Field(description="How to reach the API server. Absent: as a pod, else as kubectl would.")
@@ -142,6 +147,9 @@ async def run_checks(installation: Installation, print_line: Callable[[str], obj
             for check in installation_checks(installation, api, http):
                 problems.append(await lasting_problem(check, deadline))
                 print_line(f"ok: {check.claim}" if problems[-1] is None else f"NOT so: {check.claim}: {problems[-1]}")
+        # No failure of the installation, which works on such networks, but no object of the API shows it.
+        if installation.policy_target is not None:
+            print_line(await report_policies(installation.policy_target, min(_POLICY_SECONDS, installation.seconds)))
     finally:
         await api.close()
     return not any(problems)

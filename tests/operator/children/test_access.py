@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
@@ -32,6 +33,44 @@ def running() -> World:
     world.settle()
     assert created(world) == (1, 1)
     return world
+
+
+def test_the_policy_bounds_connections_of_pods_only_where_that_is_asked() -> None:
+    [policy] = policies(JobNetwork("moejob-system"))
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert "egress" not in policy["spec"]
+
+
+def test_pods_may_connect_to_each_other_to_dns_and_to_port_443_but_of_no_machine_s_credentials() -> None:
+    store = {"to": [{"podSelector": {"matchLabels": {"app": "minio"}}}], "ports": [{"port": 9000}]}
+    [policy] = policies(JobNetwork("moejob-system", bounds_egress=True, egress_rules=(store,)))
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    own, names, web, further = policy["spec"]["egress"]
+    assert own == {"to": [{"podSelector": policy["spec"]["podSelector"]}]}
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert (web["ports"], further) == ([{"port": 443, "protocol": "TCP"}], store)
+    for address in ("169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fd20:ce::254"):
+        assert not is_allowed(web, address), address
+    for address in ("93.184.216.34", "10.0.0.1", "2606:2800:220:1::1"):
+        assert is_allowed(web, address), address
+
+
+def policies(network: JobNetwork) -> list[Any]:
+    """The policies of a job under an operator with such a network."""
+    world = World(network=network)
+    world.apply()
+    world.settle()
+    return [body for (kind, _, _), body in world.cluster.objects.items() if kind is Kind.NETWORK_POLICY]
+
+
+def is_allowed(rule: Any, text: str) -> bool:
+    """Return whether a rule lets connections to an address out."""
+    address = ip_address(text)
+    blocks = [peer["ipBlock"] for peer in rule["to"]]
+    return any(
+        address in ip_network(block["cidr"]) and not any(address in ip_network(each) for each in block["except"])
+        for block in blocks
+    )
 
 
 def running_with_engines() -> World:

@@ -31,10 +31,13 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class JobNetwork:
-    """Peers outside a job that its NetworkPolicy lets read the progress of its pods."""
+    """Peers outside a job that its NetworkPolicy lets read the progress of its pods, and peers that its pods reach."""
 
     operator_namespace: str
     metrics_from: tuple[Mapping[str, Any], ...] = ()
+    bounds_egress: bool = False
+    # Rules of a NetworkPolicy, beside those that every job needs.
+    egress_rules: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,12 @@ from moejob_operator.children.attempt import Attempt, JobNetwork, job_metadata
 
 # The key of the Secret whose value pods get as MOEJOB_SECRET.
 SECRET_KEY = "secret"
+# Machines of clouds find their credentials at such addresses: of most clouds, of Azure's agent and of Alibaba's, and by
+# IPv6 of AWS and of Google.
+METADATA_ADDRESSES = {
+    "0.0.0.0/0": ["169.254.0.0/16", "168.63.129.16/32", "100.100.100.200/32"],
+    "::/0": ["fe80::/10", "fd00:ec2::254/128", "fd20:ce::254/128"],
+}
 # Labels of the chart's pods of the operator.
 OPERATOR_LABELS = {"app.kubernetes.io/name": "moejob", "app.kubernetes.io/component": "operator"}
 
@@ -65,16 +71,17 @@ def secret_manifest(attempt: Attempt) -> dict[str, Any]:
 
 
 def network_policy_manifest(attempt: Attempt) -> dict[str, Any] | None:
-    """The policy that lets only the job's own pods and its observers in; None where the operator makes none."""
+    """The policy of a job's pods: of connections to them, and from them where that is asked; None without policies."""
     if attempt.network is None:
         return None
+    egress = _egress_rules(attempt, attempt.network) if attempt.network.bounds_egress else None
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": Kind.NETWORK_POLICY.value,
         "metadata": job_metadata(attempt, attempt.access_name),
         "spec": {
             "podSelector": _job_pod_selector(attempt),
-            "policyTypes": ["Ingress"],
+            "policyTypes": ["Ingress"] if egress is None else ["Ingress", "Egress"],
             "ingress": [
                 # All ports: gloo and NCCL listen on whichever are free.
                 {"from": [{"podSelector": _job_pod_selector(attempt)}]},
@@ -83,8 +90,21 @@ def network_policy_manifest(attempt: Attempt) -> dict[str, Any] | None:
                     "ports": [{"port": PodPort.PROGRESS.value, "protocol": "TCP"}],
                 },
             ],
+            **({} if egress is None else {"egress": egress}),
         },
     }
+
+
+def _egress_rules(attempt: Attempt, network: JobNetwork) -> list[dict[str, Any]]:
+    blocks = [{"ipBlock": {"cidr": cidr, "except": metadata}} for cidr, metadata in METADATA_ADDRESSES.items()]
+    return [
+        {"to": [{"podSelector": _job_pod_selector(attempt)}]},
+        # To any address: a cache of names on each node has one of the addresses that are closed otherwise.
+        {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]},
+        # The Hugging Face hub, object stores and trackers.
+        {"to": blocks, "ports": [{"port": 443, "protocol": "TCP"}]},
+        *map(dict, network.egress_rules),
+    ]
 
 
 def _job_pod_selector(attempt: Attempt) -> dict[str, Any]:

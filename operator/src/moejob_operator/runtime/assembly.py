@@ -92,7 +92,7 @@ async def assemble_replica(stack: AsyncExitStack, settings: Settings) -> Replica
 
 def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
-    network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
+    network = _job_network(settings) if settings.job_network_policy else None
     validator = Validator(partial(validate_spec, limits=settings.job_limits), settings.job_limits)
     reconciler = Reconciler(validator, OperatorSetting(images, gangs.served_apis, network), lambda: datetime.now(UTC))
 
@@ -105,6 +105,10 @@ def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs
         RateLimiter(settings.workers, settings.spacing_seconds),
         expected=(Conflict, Retryable, Forbidden),
     )
+
+
+def _job_network(settings: Settings) -> JobNetwork:
+    return JobNetwork(settings.own_namespace, settings.job_metrics_from, settings.job_egress, settings.job_egress_rules)
 
 
 async def _build_client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:

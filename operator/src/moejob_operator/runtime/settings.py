@@ -71,6 +71,13 @@ class Settings(BaseSettings):
         tuple[dict[str, Any], ...], Field(description="Peers of a NetworkPolicy that may read metrics of pods, too.")
     ] = ()
 
+    job_egress: Annotated[
+        bool, Field(description="Let the policy of a job also bound what its pods connect to: DNS, one another, 443.")
+    ] = False
+    job_egress_rules: Annotated[
+        tuple[dict[str, Any], ...], Field(description="Egress rules of a NetworkPolicy, for what pods need beside it.")
+    ] = ()
+
     limits: Annotated[JobLimits, Field(description="Names that jobs may ask for, as JSON in a variable.")] = JobLimits()
 
     workers: Annotated[int, Field(ge=1, description="Jobs reconciled at once.")] = 64
