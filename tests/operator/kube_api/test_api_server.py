@@ -224,6 +224,23 @@ def test_a_secret_that_is_there_is_neither_read_nor_replaced() -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "raised"),
+    [
+        pytest.param('failed calling webhook "mpod.kb.io": connection refused', Forbidden, id="its webhook is down"),
+        pytest.param("etcdserver: request timed out", Retryable, id="it is down itself"),
+    ],
+)
+def test_an_internal_error_is_for_the_user_when_it_names_a_webhook(message: str, raised: type[Exception]) -> None:
+    async def story(here: World) -> None:
+        answer = {"kind": "Status", "reason": "InternalError", "message": f"Internal error occurred: {message}"}
+        here.server.set_answers(f"POST {PODS}", (500, answer))
+        with pytest.raises(raised):
+            await here.cluster.ensure(pod())
+
+    played(story)
+
+
+@pytest.mark.parametrize(
     ("there", "raised"),
     [
         pytest.param((200, pod(status={"phase": "Running"})), None, id="ours"),

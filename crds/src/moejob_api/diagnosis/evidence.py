@@ -105,7 +105,6 @@ class GroupEvidence:
     is_active: bool
     checks: tuple[ConditionEvidence, ...]
     conditions: tuple[ConditionEvidence, ...]
-    created_at: datetime | None
 
     def find_condition(self, kind: str, status: str) -> ConditionEvidence | None:
         """Return the condition of a type, if it has that status."""
@@ -117,7 +116,6 @@ class EventEvidence:
     """An event about an object of the job."""
 
     uid: str
-    name: str
     reason: str
     message: str
     seen_at: datetime | None
@@ -200,7 +198,6 @@ def read_group_evidence(raw: Raw) -> GroupEvidence:
             for check in api_bodies.as_mappings(status.get("admissionChecks"))
         ),
         conditions=_read_conditions(status),
-        created_at=api_bodies.as_time(about.get("creationTimestamp")),
     )
 
 
@@ -216,7 +213,6 @@ def read_event_evidence(raw: Raw) -> EventEvidence:
     )
     return EventEvidence(
         uid=api_bodies.as_text(about.get("uid")),
-        name=api_bodies.as_text(about.get("name")),
         reason=api_bodies.as_text(raw.get("reason")),
         message=api_bodies.as_text(raw.get("note") or raw.get("message"))[:_MESSAGE_CHARACTERS],
         seen_at=next((time for time in map(api_bodies.as_time, times) if time is not None), None),

@@ -50,14 +50,12 @@ def read_evidence(job: Raw, objects: Iterable[Raw]) -> Evidence:
     names = {api_bodies.object_metadata(body).get("name") for body in pods}
     claims = tuple(body for body in bodies if body.get("kind") == "PersistentVolumeClaim" and _is_claim_of(body, job))
     groups = (body for body in bodies if body.get("kind") in _GROUP_KINDS and _is_group_of(body, job, names))
-    uids = {api_bodies.object_metadata(body).get("uid") for body in (*pods, *claims)}
-    events = (read_event_evidence(body) for body in bodies if body.get("kind") == "Event")
     return Evidence(
         job=evidence,
         pods=tuple(map(read_pod_evidence, pods)),
         claims=tuple(map(read_claim_evidence, claims)),
         groups=tuple(map(read_group_evidence, groups)),
-        events=tuple(event for event in events if event.uid in uids),
+        events=tuple(read_event_evidence(body) for body in bodies if body.get("kind") == "Event"),
         nodes=tuple(read_node_evidence(body) for body in bodies if body.get("kind") == "Node"),
     )
 

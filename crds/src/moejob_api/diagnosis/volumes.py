@@ -15,8 +15,6 @@ from moejob_api.diagnosis.findings import Finding
 _DEFAULT_CLASS_SECONDS = timedelta(seconds=60)
 _CLASS_NOT_FOUND = re.compile(r'storageclass(?:\.storage\.k8s\.io)? "([^"]+)" not found')
 _NO_CLASS = "no storage class is set"
-# A pod with one of these has left mounts behind it.
-_AFTER_MOUNTS = frozenset({"Pulling", "Pulled", "Created", "Started", "Failed", "BackOff"})
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
@@ -56,17 +54,15 @@ def event_findings(pods: tuple[PodEvidence, ...], events: tuple[EventEvidence, .
     for pod in pods:
         if pod.phase != "Pending" or not pod.node or pod.ends_by is not None:
             continue
-        of_pod = sorted((event for event in events if event.uid == pod.uid), key=_event_time)
-        if of_pod and (finding := _pod_event_finding(pod, of_pod)) is not None:
+        # Only the newest counts: a pod that has come further says so by another event.
+        latest = max((event for event in events if event.uid == pod.uid), key=_event_time, default=None)
+        if latest is not None and (finding := _pod_event_finding(pod, latest)) is not None:
             yield finding
 
 
-def _pod_event_finding(pod: PodEvidence, events: list[EventEvidence]) -> Finding | None:
-    latest = events[-1]
+def _pod_event_finding(pod: PodEvidence, latest: EventEvidence) -> Finding | None:
     if latest.reason == "Pulling":
         return Finding(Blocker.IMAGE_PULLING, f"node {pod.node} pulls the image of {pod.name}", latest.seen_at)
-    if any(event.reason in _AFTER_MOUNTS for event in events if _event_time(event) >= _event_time(latest)):
-        return None
     match latest.reason:
         case "FailedAttachVolume":
             text = f"the volume of {pod.name} is held by another node: {latest.message}"

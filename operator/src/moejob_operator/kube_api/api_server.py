@@ -28,6 +28,8 @@ log = Log(__name__)
 _NOTE_BYTES = 1024
 _SECRET_BYTES = 32
 _REPORTER = "moejob.dev/operator"
+# The API server answers 500 for the webhook of another product that it cannot reach.
+_WEBHOOK_DOWN = "failed calling webhook"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,11 @@ class ApiServer:
             raise Retryable(str(conflict)) from conflict
         except NotFound as absent:
             raise Forbidden(f"{kind} {metadata['name']} cannot be created: {absent}") from absent
+        except Retryable as failure:
+            # A user can only repair a webhook that is down once the status names it.
+            if _WEBHOOK_DOWN in str(failure):
+                raise Forbidden(str(failure)) from failure
+            raise
         if kind in WRITE_ONLY:
             return
         # The watch brings what a kubelet or a controller adds.
