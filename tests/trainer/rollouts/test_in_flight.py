@@ -145,12 +145,28 @@ def make(tmp_path: Path) -> Iterator[Make]:
         one.close()
 
 
+def count_of(engine: StandIn, path: str) -> int:
+    return sum(asked.startswith(path) for asked in engine.asked)
+
+
+def hold_probe(engine: StandIn) -> tuple[threading.Event, threading.Event]:
+    """Let the next probe wait; returns the events of its arrival, and of the leave to answer it."""
+    is_probed, may_pass = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_probed.set()
+        may_pass.wait()
+
+    engine.probed = wait
+    return is_probed, may_pass
+
+
 def behind_a_pause(run: InFlight, engine: StandIn) -> Behaviour:
     """Return the behaviour of an engine that chose one token, is paused with it, and continues when it is resumed."""
 
     async def answer(asked: AnswerRequest) -> web.Response:
-        before = int(engine.version.partition(".")[0])
-        while engine.runs.is_set():  # noqa: ASYNC110
+        before, pauses = int(engine.version.partition(".")[0]), count_of(engine, "/pause")
+        while count_of(engine, "/pause") == pauses:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         await engine.runs.wait()
         return run.reply(engine, asked, [before, *[int(engine.version.partition(".")[0])] * 2])
@@ -173,11 +189,11 @@ def test_an_answer_in_flight_waits_at_its_engine_and_goes_on_with_the_new_weight
 
 
 def test_what_is_asked_during_an_update_is_sent_once_the_probe_has_passed(make: Make) -> None:
-    run, is_proven = make(), threading.Event()
+    run = make()
     (engine,) = run.engines
-    engine.probed = is_proven.wait
+    is_probed, is_proven = hold_probe(engine)
     publication = run.in_background(4)
-    until(lambda: engine.asked[-1] == "/inference/v1/generate", "the engine is not probed")
+    assert is_probed.wait(60)
     asked = run.ask()
     with pytest.raises(TimeoutError):
         asked.result(0.2)
@@ -215,17 +231,18 @@ def test_an_answer_with_tokens_of_new_weights_waits_for_their_probe(make: Make) 
 
 
 def test_an_answer_that_was_complete_before_is_not_held(make: Make) -> None:
-    run, is_proven, may_answer = make(), threading.Event(), threading.Event()
+    run, may_answer = make(), threading.Event()
     (engine,) = run.engines
+    is_probed, is_proven = hold_probe(engine)
 
     async def answer_late(asked: AnswerRequest) -> web.Response:
         await asyncio.to_thread(may_answer.wait)
         return run.reply(engine, asked, [3, 3])
 
-    engine.behaviour, engine.probed = answer_late, is_proven.wait
+    engine.behaviour = answer_late
     (asked,) = run.ask_each()
     publication = run.in_background(4)
-    until(lambda: engine.asked[-1] == "/inference/v1/generate", "the engine is not probed")
+    assert is_probed.wait(60)
     may_answer.set()
     assert asked.result(60).versions.tolist() == [3, 3]
     assert not publication.done()
@@ -474,6 +491,43 @@ def test_engines_without_work_are_told_nothing_when_they_stop(make: Make) -> Non
     assert {path for paths in told for path in paths} <= {"/weight_info"}
 
 
+class Room:
+    """The memory of a GPU, and the order in which it is given and taken."""
+
+    def __init__(self) -> None:
+        self.engine: StandIn | None = None
+        self.paths: list[str] = []
+
+    def free_unused(self) -> None:
+        """Nothing is unused."""
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def acquire(self) -> None:
+        """Note what the engine was asked before."""
+        if self.engine is not None:
+            self.paths = [path for path in self.engine.asked if path != "/weight_info"]
+
+
+def test_engines_on_the_gpus_of_the_trainer_sleep_once_their_answers_have_returned(make: Make) -> None:
+    room = Room()
+    run = make(is_colocated=True, gpu_memory=room)
+    (engine,) = run.engines
+    engine.behaviour, room.engine = stopped_after(run, engine, [2]), engine
+    (asked,) = run.ask_each()
+    engine.asked.clear()
+    run.publisher.release()
+    assert room.paths == ["/pause?mode=abort", "/sleep?level=2"]
+    assert engine.in_flight == 0
+    run.publish(4)
+    assert asked.result(60).versions.tolist() == [3, 3, 4, 4, 4, 4]
+    # Without an unfinished answer they fall asleep at once.
+    engine.asked.clear()
+    run.publisher.release()
+    assert room.paths == ["/sleep?level=2"]
+
+
 def test_engines_with_gpus_of_their_own_do_not_stop(make: Make) -> None:
     run = make()
     (engine,) = run.engines
@@ -505,7 +559,7 @@ def test_an_engine_that_does_not_stop_is_lost_and_the_parts_of_others_stay(make:
     hung.behaviour, other.behaviour = hung.hang, stopped_after(run, other, [2])
     of_hung, of_other = run.ask_each()
     run.publisher.release()
-    assert [engine.is_serving for engine in run.fleet.engines] == [False, True]
+    until(lambda: hung.cancelled == 1, "its request is not given up")
     hung.behaviour = stopped_after(run, hung, [])
     run.publish(4)
     assert of_hung.result(60).versions.tolist() == [4] * 6
