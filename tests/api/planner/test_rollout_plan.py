@@ -10,14 +10,8 @@ from builders import moe_model, spec
 from moejob_api.hardware import H200
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout
-from moejob_api.planner import rollout_plan
 from moejob_api.planner.cost import step_cost
 from moejob_api.planner.rollout_plan import RolloutPlan, plan_rollout
-
-
-@pytest.fixture(autouse=True)
-def _accepted_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_plan, "MOST_STALENESS", 64)
 
 
 def grpo_job(rollout: dict[str, Any], **grpo: Any) -> Spec:

@@ -298,11 +298,18 @@ class RolloutSettings(ApiModel):
         WeightTransport, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")
     ] = WeightTransport.AUTO
     staleness: Annotated[
-        CountOrZero, Field(description="Steps that answers may be older than the weights; 0 until engines run ahead.")
+        CountOrZero,
+        Field(
+            description="Versions that tokens of answers may be older than the weights that learn from them. 0: a step "
+            "waits for its own answers. Above 0 engines generate ahead."
+        ),
     ] = 0
     answer_timeout_seconds: Annotated[
         Seconds,
-        Field(description="Longest time from a request to the end of its answer; then the answer is requested again."),
+        Field(
+            description="Longest time from the request of a prompt's answers to the last of them, where a step waits "
+            "for them; then they are requested again."
+        ),
     ] = 7200
     cache_across_versions: Annotated[
         CacheAcrossVersions,

@@ -25,6 +25,8 @@ from moejob_api.rules.object_rules import MOST_STALENESS
 
 # Further values of rollout.staleness that are compared.
 COMPARED = (0, 1, 2, 4, 8)
+# Older answers are a choice for those who measured what they learn from them.
+MOST_ADVISED = 4
 # A shorter wait is within the error of the estimate.
 NOTABLE_WAIT = 0.1
 # As many times the job's engines are looked at.
@@ -145,7 +147,7 @@ def _fewer_engines_sentence(waits: _StepWaits) -> str:
 
 
 def _gain_sentences(current: StalenessTime, steps: tuple[StalenessTime, ...]) -> Iterator[str]:
-    best = min(steps, key=lambda step: step.weighted_seconds)
+    best = min((step for step in steps if step.staleness <= MOST_ADVISED), key=lambda step: step.weighted_seconds)
     if best.staleness > current.staleness:
         yield (
             f"rollout.staleness: {best.staleness} would make a step {current.seconds / best.seconds:.2f} times as fast "

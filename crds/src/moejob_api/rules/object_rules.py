@@ -35,8 +35,8 @@ from moejob_api.problems import Problem, Rule
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
 MAX_GPUS = 1_048_576
-# Versions that answers may be older than the weights; 0 until engines run ahead.
-MOST_STALENESS = 0
+# Versions that answers may be older than the weights. Ratios of older ones are truncated for most of their tokens.
+MOST_STALENESS = 64
 
 SHAPED_FORMATS: Mapping[DataShape, tuple[DataFormat, ...]] = {
     DataShape.ALPACA: (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.PROMPTS),
@@ -368,12 +368,12 @@ def _mismatch_minimum(spec: Spec) -> Complaint:
     return f"minimum {mismatch.minimum} is not below maximum {mismatch.maximum}, so every weight would be masked"
 
 
-def _supported_staleness(spec: Spec) -> Complaint:
-    if spec.grpo is None or spec.grpo.rollout.staleness == 0:
+def _bounded_staleness(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.rollout.staleness <= MOST_STALENESS:
         return None
     return (
-        f"staleness {spec.grpo.rollout.staleness} asks for answers from older weights, and this version generates with "
-        "the newest only; remove it"
+        f"staleness {spec.grpo.rollout.staleness} lets answers be {spec.grpo.rollout.staleness} updates older than the "
+        f"weights that learn from them; 1 to 4 keep engines busy, and more than {MOST_STALENESS} is refused: lower it"
     )
 
 
@@ -906,9 +906,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.ROLLOUT,
         "spec.grpo.rollout.staleness",
-        _supported_staleness,
-        "self.rollout.staleness == 0",
-        "staleness is 0 in this version",
+        _bounded_staleness,
+        f"self.rollout.staleness <= {MOST_STALENESS}",
+        f"staleness is at most {MOST_STALENESS}",
         on="spec.grpo",
     ),
     ObjectRule(
