@@ -138,7 +138,7 @@ def test_engines_divide_the_model(gibibytes: int, tensors: list[int]) -> None:
 def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: RolloutPlacement) -> None:
     """A GPU of 22 GiB holds both trainer and engine, one of 20 GiB does not."""
     fastest = {
-        asked: best_layouts(grpo_spec(gibibytes, asked), moe_model(8), 8, H100, limit=1)
+        asked: best_layouts(grpo_spec(gibibytes, asked, staleness=0), moe_model(8), 8, H100, limit=1)
         for asked in (None, *RolloutPlacement)
     }
     assert best(fastest[None])[0].rollout.placement is placement
@@ -146,7 +146,8 @@ def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: Rollout
 
 
 def test_a_gpu_with_more_memory_is_never_slower() -> None:
-    seconds = [best(best_layouts(grpo_spec(gibibytes, None), moe_model(8), 8, H100, limit=1))[1] for gibibytes in MORE]
+    found = [best_layouts(grpo_spec(gibibytes, None), moe_model(8), 8, H100, limit=1) for gibibytes in MORE]
+    seconds = [weighed_seconds(choice) for (choice,) in found]
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -160,19 +161,34 @@ def test_engines_that_the_job_counts_stay_so_many() -> None:
 
 def test_a_search_with_all_engines_finds_what_one_for_each_of_them_finds() -> None:
     """Engines that leave the trainer the same GPUs are weighed in one search."""
-    asked = grpo_spec(40, None)
+    asked = grpo_spec(40, None, staleness=0)
     (fastest,) = best_layouts(asked, moe_model(8), 8, H100, limit=1)
     separate = [
-        best_layouts(grpo_spec(40, RolloutPlacement.SEPARATE, tensor=tensor, replicas=replicas), moe_model(8), 8, H100)
+        best_layouts(
+            grpo_spec(40, RolloutPlacement.SEPARATE, tensor=tensor, replicas=replicas, staleness=0),
+            moe_model(8),
+            8,
+            H100,
+        )
         for tensor in (1, 2, 4)
         for replicas in range(1, 8 // tensor + 1)
         if replicas * tensor < 7
     ]
     colocated = [
-        best_layouts(grpo_spec(40, RolloutPlacement.COLOCATED, tensor=tensor), moe_model(8), 8, H100)
+        best_layouts(grpo_spec(40, RolloutPlacement.COLOCATED, tensor=tensor, staleness=0), moe_model(8), 8, H100)
         for tensor in (1, 2, 4, 8)
     ]
     assert fastest.cost.seconds == pytest.approx(min(best(found)[1] for found in (*separate, *colocated) if found))
+
+
+def test_the_staleness_that_is_chosen_is_worth_its_age() -> None:
+    (fastest,) = best_layouts(grpo_spec(40, None), moe_model(8), 8, H100, limit=1)
+    given = [
+        weighed_seconds(best_layouts(grpo_spec(40, None, staleness=age), moe_model(8), 8, H100, limit=1)[0])
+        for age in (0, 1, 2, 4)
+    ]
+    assert weighed_seconds(fastest) == pytest.approx(min(given))
+    assert best((fastest,))[0].rollout.staleness == (0, 1, 2, 4)[given.index(min(given))] > 0
 
 
 @pytest.mark.parametrize(
