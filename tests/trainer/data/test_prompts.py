@@ -9,6 +9,7 @@ import pytest
 
 from moejob_api.job.model import DataFormat, Dataset, OverlongSamples
 from moejob_trainer.data import tiny
+from moejob_trainer.data.blending import DocumentKey
 from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_loader import PromptLoader
@@ -111,6 +112,34 @@ def test_prompts_are_asked_in_the_same_order_behind_a_checkpoint(tmp_path: Path)
     # The first ones, wherever a run is, and without moving it.
     assert again.first_prompts(9) == [one.prompt for one in expected[:9]]
     assert again.next_prompts(1)[0].number == 50
+
+
+def test_a_prompt_that_was_asked_is_read_again_by_its_number_and_document(tmp_path: Path) -> None:
+    first, again = (loader(tmp_path, *QUESTIONS) for _ in range(2))
+    # More than an epoch, so that documents have several numbers.
+    numbered_prompts = first.next_prompts(23)
+    again.load_state_dict(first.state_dict())
+    for numbered in numbered_prompts:
+        assert numbered.key is not None
+        assert again.read_again(numbered.number, numbered.key) == numbered
+    assert again.next_prompts(1) == first.next_prompts(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "key", "said"),
+    [
+        pytest.param(3, DocumentKey(0, 0), "prompt 3, and its data cursor stands behind 3 prompts", id="never asked"),
+        pytest.param(-1, DocumentKey(0, 0), "unfinished prompt -1", id="a negative number"),
+        pytest.param(0, DocumentKey(1, 0), "document 0 of source 1, .* sources of 20 documents", id="another source"),
+        pytest.param(0, DocumentKey(0, 20), "document 20 of source 0", id="behind the last document"),
+        pytest.param(0, DocumentKey(0, -1), "document -1 of source 0", id="before the first document"),
+    ],
+)
+def test_a_prompt_that_was_never_asked_is_not_read(tmp_path: Path, number: int, key: DocumentKey, said: str) -> None:
+    prompts = loader(tmp_path, *QUESTIONS)
+    prompts.next_prompts(3)
+    with pytest.raises(BadData, match=said):
+        prompts.read_again(number, key)
 
 
 def test_the_same_prompts_from_another_place_resume(tmp_path: Path) -> None:

@@ -411,6 +411,45 @@ def test_a_resumed_run_asks_the_prompts_that_come_next_with_the_same_seeds(start
     assert len({seed for *_, seed in expected}) == 4
 
 
+def _restart(run: Run, resumed: Run) -> Run:
+    state = run.objective.snapshot_state()
+    resumed.objective.load_state(ObjectiveState(json.loads(json.dumps(state.entries)), state.arrays))
+    return resumed
+
+
+def test_a_resumed_run_takes_the_groups_that_were_finished_ahead_and_asks_for_none_of_them(
+    started: Callable[..., Run],
+) -> None:
+    whole = started(_grpo(rollout={"staleness": 1}), _first_is_right)
+    whole.step(0)
+    resumed = _restart(whole, started(_grpo(rollout={"staleness": 1}), lambda *_: "for ever"))
+    expected = [batch.tokens.tolist() for (batch,) in whole.step(1)[0]]
+    assert [batch.tokens.tolist() for (batch,) in resumed.step(1)[0]] == expected
+    # Groups 2 and 3 came from the checkpoint.
+    assert {request.group for request in resumed.engines.asked} == {4, 5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"temperature": 0.5}, id="another distribution"),
+        pytest.param({"groupSize": 3}, id="groups of another size"),
+        pytest.param({"rewards": [{"name": "exact-match"}] * 2}, id="one more reward"),
+        pytest.param({"rewards": [{"name": "exact-match", "weight": 2.0}]}, id="another weight"),
+        pytest.param({"overlong": {"penalty": 0.5, "penaltyTokens": 2}}, id="a penalty"),
+    ],
+)
+def test_groups_of_other_settings_are_asked_again_with_their_numbers(
+    started: Callable[..., Run], changes: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = started(_grpo(rollout={"staleness": 1}), _first_is_right)
+    whole.step(0)
+    resumed = _restart(whole, started(_grpo(rollout={"staleness": 1}, **changes), _first_is_right))
+    resumed.step(1)
+    assert sorted({request.group for request in resumed.engines.asked}) == [2, 3, 4, 5]
+    assert "2 groups of the checkpoint were sampled or rewarded with other settings" in capfd.readouterr().err
+
+
 def test_samples_of_a_step_are_written_with_what_they_were_worth(started: Callable[..., Run], tmp_path: Path) -> None:
     started(_grpo(loggedAnswers=3, advantage="DrGRPO"), _first_is_right).step(4)
     lines = [json.loads(line) for line in (tmp_path / "samples/step-5.jsonl").read_text().splitlines()]

@@ -146,7 +146,7 @@ class CheckpointStore:
         """Save: in the background if the job says so, otherwise wait until the save is committed or has failed.
 
         A save that is still under way is finished first. `expected_bytes` is used until a save has been measured.
-        `varying_bytes` come on top: they are different in each save, and known only now. Rank 0 gives them.
+        It counts the most of the `varying_bytes`, which are different in each save; rank 0 gives those of this one.
         """
         requested_seconds = self.clock()
         self.wait()
@@ -154,7 +154,10 @@ class CheckpointStore:
             return None
         facts = self._build_facts(request)
         path = self.run_folder.checkpoints / facts.folder.name
-        needed_bytes = (self._size_bytes or expected_bytes or 0) + varying_bytes
+        measured_bytes = self._size_bytes
+        needed_bytes = (
+            max(expected_bytes or 0, varying_bytes) if measured_bytes is None else measured_bytes + varying_bytes
+        )
         run_on_first_rank(self.ranks, lambda: self._make_room(path, needed_bytes), NOTHING)
         pending = self._start_write(path)
         self._last_save = LastSave(request.step, requested_seconds)

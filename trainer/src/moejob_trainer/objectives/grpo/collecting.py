@@ -22,7 +22,13 @@ from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.objectives.grpo.group_queue import GroupQueue, QueueContents
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch, build_rollout, build_rollout_batch
 from moejob_trainer.objectives.grpo.sampling import AnswerGroup, GroupSampler, SampledGroups
-from moejob_trainer.objectives.grpo.saved_groups import pack_groups, prompt_rows, read_prompt_rows, unpack_groups
+from moejob_trainer.objectives.grpo.saved_groups import (
+    pack_groups,
+    prompt_rows,
+    read_prompt_rows,
+    sampling_fingerprint,
+    unpack_groups,
+)
 from moejob_trainer.objectives.grpo.step_metrics import (
     evaluation_metrics,
     queue_metrics,
@@ -33,12 +39,13 @@ from moejob_trainer.objectives.grpo.step_metrics import (
 from moejob_trainer.rollouts.interface import SamplingParams
 from moejob_trainer.runtime.disk import Disk, write_lines
 from moejob_trainer.runtime.loop_thread import LoopThread
+from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
 # Answers of each step that the log shows.
 _SHOWN = 2
 _SAMPLES = "samples"
-_UNFINISHED = "unfinishedPrompts"
+_UNFINISHED, _SAMPLING = "unfinishedPrompts", "samplingSettings"
 # Numbers of evaluation prompts are below every training prompt's: their seeds are never the same.
 _EVALUATION = -(2**31)
 
@@ -163,6 +170,8 @@ class RolloutCollector:
         entries = dict(self._prompts.training.state_dict())
         if contents.unfinished:
             entries[_UNFINISHED] = prompt_rows(contents.unfinished)
+        if contents.finished:
+            entries[_SAMPLING] = sampling_fingerprint(self._grpo, self._params)
         return ObjectiveState(entries, pack_groups(contents.finished))
 
     def load_state(self, state: ObjectiveState) -> None:
@@ -171,6 +180,12 @@ class RolloutCollector:
         loader.load_state_dict(state.entries)
         unfinished = read_prompt_rows(state.entries.get(_UNFINISHED, ()), loader.read_again)
         finished = unpack_groups(state.arrays, loader.read_again, time.monotonic())
+        if finished and state.entries.get(_SAMPLING) != sampling_fingerprint(self._grpo, self._params):
+            to_stderr(
+                f"{len(finished)} groups of the checkpoint were sampled or rewarded with other settings than this "
+                "job's; their prompts are asked again"
+            )
+            unfinished, finished = (*unfinished, *(each.group.prompt for each in finished)), []
         self._restored = QueueContents(finished, unfinished)
 
     async def _read_contents(self) -> QueueContents:

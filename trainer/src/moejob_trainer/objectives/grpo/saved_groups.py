@@ -15,6 +15,7 @@ A prompt is read again from the data. Its tokens are saved nevertheless, as proo
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,14 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.blending import DocumentKey
 from moejob_trainer.data.prompt_loader import OTHER_CHECKPOINT, NumberedPrompt
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration, BadData
 from moejob_trainer.objectives.grpo.sampling import AnswerGroup, FinishedGroup, ScoredAnswer
 from moejob_trainer.rewards.scorer import CompletionScore
-from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
+from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest, SamplingParams
 
 FORMAT = "moejob-finished-groups-1"
 # The dtype of each array, in the order in which counts are read: a count comes before what it counts.
@@ -90,6 +92,16 @@ def read_prompt_rows(
         raise _unusable(f"its unfinished prompts cannot be read: {error}") from error
     _require_distinct([number for number, _, _ in parsed_rows], "unfinished prompts")
     return tuple(read_prompt(number, DocumentKey(source, document)) for number, source, document in parsed_rows)
+
+
+def sampling_fingerprint(grpo: Grpo, params: SamplingParams) -> str:
+    """Return a hash of the settings that a finished group depends on, beside prompts and weights.
+
+    Answers of other settings have other probabilities, and rewards of others are no rewards of this job.
+    """
+    rewards = [reward.model_dump_json() for reward in grpo.rewards]
+    settings = (grpo.group_size, rewards, grpo.overlong.model_dump_json(), params)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def pack_groups(groups: Sequence[FinishedGroup]) -> dict[str, Array]:
