@@ -23,7 +23,7 @@ _ENDING_SECONDS = 120.0
 
 def run_job(file: Path, folder: Path, most_seconds: float, gpus: str | None = None) -> tuple[int, str]:
     """Run a job in a folder, and stop it when it takes too long; its exit code, and what it printed."""
-    command = [*_command(), "run", str(file), "--run-dir", str(folder)]
+    command = [*moejob_command(), "run", str(file), "--run-dir", str(folder)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=run_environment(os.environ, gpus)
     )
@@ -60,7 +60,7 @@ def last_words(folder: Path, printed: str) -> str:
     return "\n".join([printed[-6000:], *(f"-- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs)])
 
 
-def _command() -> Sequence[str]:
+def moejob_command() -> Sequence[str]:
     return [str(_INSTALLED)] if _INSTALLED.exists() else [sys.executable, "-m", "moejob_cli"]
 
 

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+
+from benchmarks.grpo_learning.runs import moejob_command, run_environment
 
 # Logs are copied while the job runs: what the machine did is known although it was taken away in the middle.
 _POLL_SECONDS = 2.0
@@ -43,14 +44,8 @@ def run_job(job: Mapping[str, Any], name: str, folders: tuple[Path, Path], gpus:
     # JSON is YAML.
     file = out / f"{name}.json"
     file.write_text(json.dumps(job, indent=1))
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": gpus,
-        "HF_HUB_OFFLINE": "1",
-        "MOEJOB_TRAINER_PYTHON": os.environ.get("MOEJOB_TRAINER_PYTHON", sys.executable),
-        # An environment of its own, where vLLM is not installed beside the trainer.
-        "MOEJOB_ROLLOUT_PYTHON": os.environ.get("MOEJOB_ROLLOUT_PYTHON", sys.executable),
-    }
-    command = [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(run)]
+    command = [*moejob_command(), "run", str(file), "--run-dir", str(run)]
+    environment = run_environment(os.environ, gpus)
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         code = _watch_process(process, run, out / name, limits)

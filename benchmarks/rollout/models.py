@@ -10,12 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moejob_trainer.data import tiny
 
 
-def write_model(folder: Path, dtype: torch.dtype, device: str = "cpu", **sizes: int) -> PreTrainedModel:
+def write_model(
+    folder: Path, dtype: torch.dtype, device: str = "cpu", vocab_size: int = 512, **sizes: int
+) -> PreTrainedModel:
     """Make a model of these sizes and write it; the same weights each time."""
     tokenizer = tiny.build_tokenizer()
     config = AutoConfig.for_model(
         "qwen3_moe",
-        vocab_size=512,
+        vocab_size=vocab_size,
         num_key_value_heads=4,
         head_dim=64,
         norm_topk_prob=True,
