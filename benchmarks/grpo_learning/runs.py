@@ -61,6 +61,7 @@ def last_words(folder: Path, printed: str) -> str:
 
 
 def moejob_command() -> Sequence[str]:
+    """Return the command line of moejob in this checkout, else the module of this Python."""
     return [str(_INSTALLED)] if _INSTALLED.exists() else [sys.executable, "-m", "moejob_cli"]
 
 
