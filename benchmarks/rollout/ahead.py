@@ -94,7 +94,7 @@ def _write_model(options: argparse.Namespace) -> Path:
 
     folder: Path = options.work / "model"
     if options.accelerator == "CPU":
-        write_model(folder, torch.float32, vocab_size=options.vocabulary, **_SMALL_SIZES)
+        write_model(folder, torch.float32, "cpu", vocab_size=options.vocabulary, **_SMALL_SIZES)
     else:
         sizes = _LARGE_SIZES | {"num_hidden_layers": options.layers, "num_experts": options.experts}
         write_model(folder, torch.bfloat16, "cuda", vocab_size=options.vocabulary, **sizes)
