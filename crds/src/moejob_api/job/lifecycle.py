@@ -31,7 +31,10 @@ class Lifecycle(ApiModel):
         CountOrZero, Field(description="Failures that are retried since the last new checkpoint.")
     ] = 6
     ttl_seconds_after_finished: Annotated[
-        CountOrZero | None, Field(description="Seconds after which a finished job is deleted. Absent: never.")
+        CountOrZero | None,
+        Field(
+            description="Seconds after which a finished job is deleted, or (storage.reclaim) its pods. Absent: never."
+        ),
     ] = None
     active_deadline_seconds: Annotated[
         Seconds | None, Field(description="Seconds the job may run, suspended time not counted. Absent: for ever.")

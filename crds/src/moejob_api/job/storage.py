@@ -66,6 +66,13 @@ class AccessMode(StrEnum):
     READ_WRITE_MANY = "ReadWriteMany"
 
 
+class Reclaim(StrEnum):
+    """The fate of the new claim when the time of a finished job is over."""
+
+    RETAIN = "Retain"
+    DELETE = "Delete"
+
+
 class Storage(ApiModel):
     """The volume for checkpoints, exports and downloads; exactly one of claimName and size is given."""
 
@@ -84,4 +91,11 @@ class Storage(ApiModel):
             min_length=1, max_length=2, description="Access modes of the new claim; several nodes need ReadWriteMany."
         ),
     ] = (AccessMode.READ_WRITE_MANY,)
+    reclaim: Annotated[
+        Reclaim,
+        Field(
+            description="The end of lifecycle.ttlSecondsAfterFinished for a job with a new claim. Retain: its pods are "
+            "deleted, job and claim stay. Delete: the job is deleted, and the claim with it."
+        ),
+    ] = Reclaim.RETAIN
     mount_path: Annotated[AbsolutePath, Field(description="Where every pod sees the volume.")] = "/moejob"

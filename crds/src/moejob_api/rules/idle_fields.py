@@ -146,7 +146,7 @@ def _idle_source_fields(spec: Spec) -> Iterator[Problem]:
     if spec.resources.accelerator is Accelerator.CPU and _is_given(spec.resources, "gpu_resource"):
         yield _idle_problem("resources.gpuResource", "accelerator CPU takes no GPUs")
     if spec.storage.claim_name is not None:
-        for name in ("storage_class", "access_modes"):
+        for name in ("storage_class", "access_modes", "reclaim"):
             if _is_given(spec.storage, name):
                 yield _idle_problem(f"storage.{to_camel(name)}", f"claim {spec.storage.claim_name} exists already")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from moejob_api.contract.pods import PodRole, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
+from moejob_api.job.storage import Reclaim
 from moejob_api.recovery.state import state_after_report
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, ObjectReference, Severity
 from moejob_operator.planning import objects
@@ -52,7 +53,12 @@ def clean_up_finished_job(s: ObservedState) -> Decision | None:
     seconds_left = _seconds_to_live(s)
     if seconds_left is not None and seconds_left <= 0:
         job = s.observation.job
-        actions = (Delete(ObjectReference(Kind.JOB, job.namespace, job.name, job.uid)),)
+        # The garbage collector would take the job's own claim with it, and on that claim are the weights.
+        actions = (
+            objects.pod_deletions(s.observation.pods, s)
+            if _keeps_claim(s)
+            else (Delete(ObjectReference(Kind.JOB, job.namespace, job.name, job.uid)),)
+        )
     has_ending_pods = any(pod.is_terminating for pod in s.observation.pods)
     return Decision(
         phase,
@@ -255,6 +261,11 @@ def _await_verdict(s: ObservedState, verdict: Verdict) -> Decision:
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def _keeps_claim(s: ObservedState) -> bool:
+    spec = s.observation.job.spec
+    return spec is not None and spec.storage.claim_name is None and spec.storage.reclaim is Reclaim.RETAIN
 
 
 def _seconds_to_live(s: ObservedState) -> float | None:
