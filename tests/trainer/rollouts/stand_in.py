@@ -65,8 +65,8 @@ class StandIn:
     silent: set[str] = field(default_factory=set)
     # Of what it was sent.
     report: PublicationReport = field(default=WHOLE)
-    # It can clear its cache.
-    forgets: bool = True
+    # Whether it can clear its cache, or nonsense.
+    forgets: bool | str = True
     # Log-probability of every token of a probe.
     probe: float = -1.0
     # Works in a thread before the answer to a probe.
