@@ -148,7 +148,7 @@ STORIES: tuple[Story, ...] = (
         job(metadata=_GONE | {"finalizers": ["foregroundDeletion"]}),
         (pod(metadata=_GONE, node="gpu-1"),),
         Blocker.JOB_ENDING,
-        "the job is being deleted, with 1 pods left; foregroundDeletion holds it",
+        "the job is being deleted, pods that are left: 1; foregroundDeletion holds it",
     ),
     # --- refusals of the API server ---
     Story(

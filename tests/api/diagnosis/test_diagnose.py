@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from diagnosis_bodies import GPU, NOW, job, pod, unschedulable
+from diagnosis_bodies import GPU, NOW, failed_job, job, pod, unschedulable
 from diagnosis_stories import STORIES, Story
 from moejob_api.diagnosis.blockers import ADVICE, Blocker, Urgency
 from moejob_api.diagnosis.diagnose import diagnose_job, keep_diagnosis
@@ -92,3 +92,15 @@ def test_a_diagnosis_with_another_meaning_has_its_own_beginning() -> None:
     assert keep_diagnosis(first, second) == second
     assert keep_diagnosis(None, second) == second
     assert keep_diagnosis(first, None) is None
+
+
+def test_what_follows_depends_on_whether_the_job_has_failed_or_starts_again() -> None:
+    failure = {"pod": "job-trainer-0-00000", "message": "[Errno 28] No space left on device"}
+    again = job("Restarting", failure=failure | {"reason": "RankFailed"})
+    over = failed_job("BadConfiguration", "full", failure | {"reason": "BadConfiguration", "exitCode": 78})
+    restarted, failed = (diagnose_job(read_evidence(body, ()), _NOW) for body in (again, over))
+    assert restarted is not None
+    assert failed is not None
+    assert restarted.blocker == failed.blocker == Blocker.DISK_FULL
+    assert restarted.next.startswith("the operator starts the run again")
+    assert failed.next == "nothing follows: the job has failed"

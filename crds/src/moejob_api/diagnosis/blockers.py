@@ -134,7 +134,6 @@ _RETRIED = "the operator tries again every 30 s"
 _SCHEDULED = "the scheduler places the pods as soon as a node fits"
 _KUBELET = "the kubelet tries again, at most every 5 minutes"
 _RESTARTED = "the operator starts the run again from its last checkpoint, within lifecycle.backoffLimit"
-_OVER = "nothing follows: the same start would end the same way"
 _NOTHING = "no action is needed"
 _CHANGE, _SHORT, _UNDERWAY = Urgency.NEEDS_CHANGE, Urgency.SHORTAGE, Urgency.UNDERWAY
 
@@ -447,41 +446,45 @@ ADVICE: Mapping[Blocker, Advice] = MappingProxyType(
         ),
         Blocker.DISK_FULL: Advice(
             _CHANGE,
-            _OVER,
+            _RESTARTED,
             "free space or enlarge the claim, then create the job again; a lower checkpoint.keep leaves more",
         ),
         Blocker.VOLUME_UNWRITABLE: Advice(
-            _CHANGE, _OVER, "make the folder writable for the group of the pods, then create the job again"
+            _CHANGE, _RESTARTED, "make the folder writable for the group of the pods, then create the job again"
         ),
-        Blocker.RUN_FOLDER_TAKEN: Advice(_CHANGE, _OVER, "create the job under another name, or move the folder away"),
+        Blocker.RUN_FOLDER_TAKEN: Advice(
+            _CHANGE, _RESTARTED, "create the job under another name, or move the folder away"
+        ),
         Blocker.CHECKPOINT_DAMAGED: Advice(
-            _CHANGE, _OVER, "name an earlier step in checkpoint.resumeFrom, or restore the folder from a copy"
+            _CHANGE, _RESTARTED, "name an earlier step in checkpoint.resumeFrom, or restore the folder from a copy"
         ),
-        Blocker.MODEL_REFUSED: Advice(_CHANGE, _OVER, "create the job again with what the message names corrected"),
+        Blocker.MODEL_REFUSED: Advice(
+            _CHANGE, _RESTARTED, "create the job again with what the message names corrected"
+        ),
         Blocker.DATA_REFUSED: Advice(
             _CHANGE,
-            _OVER,
+            _RESTARTED,
             "correct the data (`moejob data JOB.yaml` shows what the model sees), then create the job again",
         ),
         Blocker.HUB_REFUSED: Advice(
             _CHANGE,
-            _OVER,
+            _RESTARTED,
             "accept the terms of the repository on the hub, or create the job again with HF_TOKEN in resources.env",
         ),
         Blocker.HUB_AWAY: Advice(_SHORT, _RESTARTED, "let the pods reach the hub, or name a folder on a volume"),
         Blocker.REWARD_AWAY: Advice(_SHORT, _RESTARTED, "bring the reward's service up again"),
         Blocker.REWARD_FAILED: Advice(
             _CHANGE,
-            _OVER,
+            _RESTARTED,
             "correct the reward, then create the job again; grpo.rewardFailure DropGroup skips what it cannot score",
         ),
         Blocker.ENGINE_NOT_READY: Advice(
             _SHORT,
             "ranks wait for engines; the operator replaces an engine that ends",
-            "`kubectl logs {object} -n {namespace} --previous` has the engine's error",
+            "`kubectl logs {object} -n {namespace}`, with `--previous` where it has ended, has the words of the engine",
         ),
         Blocker.CONFIGURATION_REFUSED: Advice(
-            _CHANGE, _OVER, "change what the message names, then create the job again"
+            _CHANGE, _RESTARTED, "change what the message names, then create the job again"
         ),
         Blocker.BACKOFF_EXHAUSTED: Advice(
             _CHANGE,

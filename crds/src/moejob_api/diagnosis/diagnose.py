@@ -118,7 +118,7 @@ def _findings_in_phase(evidence: Evidence, phase: Phase, now: datetime) -> Itera
 def _ending_job(evidence: Evidence) -> Finding:
     job = evidence.job
     held = f"; {', '.join(job.finalizers)} holds it" if job.finalizers else ""
-    pods = f", with {len(evidence.pods)} pods left" if evidence.pods else ""
+    pods = f", pods that are left: {len(evidence.pods)}" if evidence.pods else ""
     return Finding(Blocker.JOB_ENDING, f"the job is being deleted{pods}{held}", job.deleted_at)
 
 
