@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_an_engine_is_reached_by_its_trainer_and_by_no_stranger(
     )
 
 
-def reached_ports(pods: Pods, origin: str, *hosts: str) -> set[int]:
+def reached_ports(pods: Pods, origin: str, *hosts: str, ports: Sequence[int] = MEMBER_PORTS) -> set[int]:
     """The ports that a pod reaches of any of these addresses."""
-    tries = " ".join(f"nc -w 5 {host} {port} </dev/null && echo {port};" for host in hosts for port in MEMBER_PORTS)
+    tries = " ".join(f"nc -w 5 {host} {port} </dev/null && echo {port};" for host in hosts for port in ports)
     return {int(line) for line in pods.exec(origin, f"{tries} true").split()}
