@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +170,22 @@ CASES = {
     "the gang scheduler is not installed": Case(
         Blocker.GANG_SCHEDULER_MISSING, "lifecycle.gang Volcano needs", job={"lifecycle": {"gang": "Volcano"}}
     ),
+    "the whole gang does not fit": Case(
+        # The scheduler names what the nodes lack, also of a gang.
+        Blocker.INSUFFICIENT_GPUS,
+        "nvidia.com/gpu is used up",
+        bound_claim,
+        {
+            "parallelism": {"data": 9 * GPUS_PER_NODE},
+            "training": {"globalBatchSize": 144},
+            "resources": {"gpusPerNode": GPUS_PER_NODE},
+            "lifecycle": {"gang": "Native"},
+        },
+    ),
+    "the job is suspended": Case(Blocker.SUSPENDED, "lifecycle.suspend is true", job={"lifecycle": {"suspend": True}}),
+    "the layout does not divide the heads": Case(
+        Blocker.JOB_REFUSED, "tensor", job={"parallelism": {"tensor": 3}, "resources": {"gpusPerNode": 3}}
+    ),
 }
 
 
@@ -198,3 +215,23 @@ def written_why(plane: ControlPlane, namespace: str) -> dict[str, Any]:
     """The obstacle in the status of the job."""
     why: dict[str, Any] = plane.api.get(path(namespace, "job")).get("status", {}).get("why") or {}
     return why
+
+
+def test_an_obstacle_that_stays_is_written_once(control_plane: ControlPlane, namespace: str) -> None:
+    """Neither time nor other jobs of the namespace write it again."""
+    create_bound_claim(control_plane, namespace, "checkpoints")
+    control_plane.api.create(
+        path(namespace), body(**{**ONE, "resources": {"gpusPerNode": 1, "nodeSelector": {"a": "b"}}})
+    )
+    until(lambda: written_why(control_plane, namespace).get("blocker") == Blocker.NODE_SELECTOR, waiting_for="its word")
+    before = control_plane.api.get(path(namespace, "job"))
+    for number in range(3):
+        control_plane.api.merge(
+            path(namespace, "job"), {"metadata": {"annotations": {"tests.moejob.dev/look": str(number)}}}
+        )
+    begun = control_plane.audit_log.stat().st_size
+    control_plane.api.merge(path(namespace, "job"), {"metadata": {"annotations": {"tests.moejob.dev/look": "last"}}})
+    until(lambda: control_plane.audited(begun), waiting_for="the audit log")
+    after = control_plane.api.get(path(namespace, "job"))
+    assert json.dumps(after["status"]["why"]) == json.dumps(before["status"]["why"])
+    control_plane.api.delete(path(namespace, "job"))
