@@ -139,6 +139,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "data/links.py": "links in a folder",
     "data/packing.py": "internal: documents that batches are made of",
     "data/preparation.py": "records",
+    "data/prompt_loader.py": "the data of the run that is resumed",
     "data/prompts.py": "prompts, as long as the tokenizer makes them",
     "data/records.py": "records",
     "data/shapes.py": "records",

@@ -56,7 +56,7 @@ def read_messages(**sections: Any) -> list[str]:
         pytest.param(
             {"storage": {"zzz": 1}},
             'spec.storage.zzz: unknown field "zzz"; the fields here are claimName, size, storageClass, accessModes, '
-            "mountPath",
+            "reclaim, mountPath",
             id="unknown field like no other",
         ),
         pytest.param(

@@ -243,7 +243,7 @@ ADVICE: Mapping[Blocker, Advice] = MappingProxyType(
         Blocker.QUEUE_PENDING: Advice(
             _SHORT,
             "Kueue removes the gate of the pods when it admits the job",
-            "`kubectl describe workload -n {namespace}` has Kueue's reason; `moejob why {job}` reads it",
+            "`kubectl describe workload -n {namespace}` has Kueue's reason",
         ),
         Blocker.QUEUE_CHECK: Advice(
             _SHORT,

@@ -45,7 +45,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from moejob_api.job.grpo import Grpo, KlTarget
+from moejob_api.derived import needs_old_probabilities
+from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
@@ -261,9 +262,7 @@ class GroupRelativePolicyOptimization:
     ) -> tuple[Array | None, Array | None]:
         """Return the log-probabilities of all tokens by trainer and reference model, None where not needed."""
         kl, share = self._grpo.kl, None
-        needs_old = self.settings.updates * self._grpo.epochs_per_step > 1 or (
-            kl.coefficient > 0 and kl.apply_to is KlTarget.REWARD
-        )
+        needs_old = needs_old_probabilities(self._grpo, self.settings.updates * self._grpo.epochs_per_step)
         old = reference = None
         if needs_old or kl.coefficient > 0:
             share = rollout_batch.build_rollout_share(batch, self.settings.plan, self.services.peers.data.rank)

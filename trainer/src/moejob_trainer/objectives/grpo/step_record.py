@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from moejob_api.derived import RECORDED_STEPS, balancing_method, has_frozen_router
+from moejob_api.derived import RECORDED_STEPS, balancing_method, has_frozen_router, mismatch_correction
 from moejob_api.job import Spec
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.objectives.grpo.rollout_batch import RolloutBatch
@@ -171,7 +171,7 @@ def recorded_settings(spec: Spec) -> dict[str, str]:
         raise ValueError(f"method {spec.method} has no answers to record")
     sections = {
         "model": spec.model,
-        "grpo": spec.grpo.model_copy(update={"rewards": ()}),
+        "grpo": spec.grpo.model_copy(update={"rewards": (), "mismatch": mismatch_correction(spec.grpo)}),
         "training": spec.training,
         "moe": spec.moe,
     }
