@@ -164,7 +164,7 @@ test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_buil
 	@$(bridge)/pytest tests/bridge -m thorough $(ARGS)
 
 # test-trainer runs one seed.
-test-learning: $(trainer_built) #: Test on three seeds that GRPO learns from rewards
+test-learning: $(trainer_built) #: Test on three seeds that GRPO learns, also from older answers
 	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
 # One process: the import of Megatron-Bridge takes as long as its tests.

@@ -17,7 +17,7 @@ from benchmarks.contest.histograms import Histogram, histogram
 from benchmarks.contest.pods import Body, pod_template
 from cluster.binaries import PEERS
 from cluster.control_plane import jobs
-from cluster.control_plane.operators import ACCOUNT, Home, grant
+from cluster.control_plane.operators import ACCOUNT, SERVES_ITS_OWN, Home, grant
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
@@ -85,7 +85,7 @@ class Contender:
 
 def ours(plane: ControlPlane, namespace: str, *, is_traced: bool = False) -> Contender:
     """The operator of this tree under the chart's own account and settings; its rights end with the control plane."""
-    home = Home(plane, plane.helm.render(None, namespace), namespace, plane.folder)
+    home = Home(plane, plane.helm.render(SERVES_ITS_OWN, namespace), namespace, plane.folder)
     grant(home)
     operator = home.replica(*(["--log-level=DEBUG"] if is_traced else []))
     contender = Contender(

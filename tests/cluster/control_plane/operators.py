@@ -139,10 +139,14 @@ class Home:
         )
 
 
+# Jobs of tests live in the namespace of the operator, which goes with all of them.
+SERVES_ITS_OWN: Values = {"serveOwnNamespace": True}
+
+
 @contextmanager
 def installed(plane: ControlPlane, namespace: str, folder: Path, values: Values | None = None) -> Iterator[Home]:
     """The chart's account and rights; on the way out its processes end and its rights with them."""
-    home = Home(plane, plane.helm.render(values, namespace), namespace, folder)
+    home = Home(plane, plane.helm.render({**SERVES_ITS_OWN, **(values or {})}, namespace), namespace, folder)
     rights = grant(home)
     try:
         yield home

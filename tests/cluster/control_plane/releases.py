@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from charts import CHART, RELEASE, HelmError, RenderedChart, Values
-from cluster.control_plane.operators import Home
+from cluster.control_plane.operators import SERVES_ITS_OWN, Home
 from cluster.control_plane.plane import ControlPlane
 from cluster.waiting import until
 
@@ -26,8 +26,6 @@ DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 DEFINITION = f"{DEFINITIONS}/moetrainingjobs.moejob.dev"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 TEST = "moejob-operator-test"
-# Jobs of tests live in the namespace of their release, which goes with all of them.
-_OWN: Values = {"serveOwnNamespace": True}
 # Ten times what a quiet machine needs.
 SECONDS = 180
 
@@ -48,11 +46,11 @@ class Release:
 
     def install(self, values: Values | None = None, *flags: str) -> None:
         """Helm install."""
-        self.helm("install", CHART, *flags, values={**_OWN, **(values or {})})
+        self.helm("install", CHART, *flags, values={**SERVES_ITS_OWN, **(values or {})})
 
     def upgrade(self, chart: Path, values: Values | None = None, *flags: str) -> None:
         """Helm upgrade."""
-        self.helm("upgrade", chart, *flags, values={**_OWN, **(values or {})})
+        self.helm("upgrade", chart, *flags, values={**SERVES_ITS_OWN, **(values or {})})
 
     def remove(self) -> None:
         """Leave nothing of it, the definition included, and with that no job."""

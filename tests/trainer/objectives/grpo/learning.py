@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from builders import merge_sections
+from moejob_api.derived import mismatch_correction
 from moejob_api.documents import read_file
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import derive_layout as layout_of
@@ -161,7 +162,7 @@ def taught(seed: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_job_spec(folder: Path, seed: int, sign: float) -> Spec:
+def make_job_spec(folder: Path, seed: int, sign: float, staleness: int = 0) -> Spec:
     """Return the job of examples/tiny-grpo.yaml for another model, its reward multiplied by `sign`."""
     example = read_file(str(EXAMPLE)).spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     return Spec.model_validate_json(
@@ -172,17 +173,24 @@ def make_job_spec(folder: Path, seed: int, sign: float) -> Spec:
                     "model": {"source": str(folder)},
                     "data": {"seed": seed},
                     "training": {"seed": seed},
-                    "grpo": {"rewards": [{"name": "exact-match", "weight": sign}]},
+                    "grpo": {
+                        "rewards": [{"name": "exact-match", "weight": sign}],
+                        "rollout": {"staleness": staleness},
+                    },
                 },
             )
         )
     )
 
 
-def learned(start: Path, seed: int, sign: float, folder: Path) -> list[float]:
-    """Return the share of right answers at each step of the example, from the model in `start`."""
+def learned(start: Path, seed: int, sign: float, folder: Path, staleness: int = 0) -> list[float]:
+    """Return the share of right answers at each step of the example, from the model in `start`.
+
+    The engine answers as soon as it is asked: with staleness, each step behind the first ones trains on answers that
+    are as old as it allows.
+    """
     use_cpu()
-    asked = make_job_spec(start, seed, sign)
+    asked = make_job_spec(start, seed, sign, staleness)
     groups = start_groups(layout_of(asked.parallelism, 8), asked.moe.dispatcher)
     try:
         return _learned(asked, folder, TrainingPlacement(groups, torch.device("cpu")))
@@ -206,11 +214,11 @@ def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[fl
     sets = PromptSets(PromptLoader(prompt_corpora(folder, recipe, 12), asked.data))
     plan = batch_plan(asked, layout_of(asked.parallelism, 8), pad_token=0)
     right = []
-    grpo = asked.grpo
+    grpo = asked.grpo.model_copy(update={"mismatch": mismatch_correction(asked.grpo)})
     sampling = SamplingParams(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (end_of_text(tokenizer),))
     with RolloutCollector(grpo, asker, sets, sampling, folder) as collector:
         settings, parts = (
-            GrpoSettings(asked.grpo, plan, 1, asked.training.seed),
+            GrpoSettings(grpo, plan, 1, asked.training.seed),
             StepServices(PeerRanks(), engines, collector),
         )
         objective = GroupRelativePolicyOptimization(settings, parts)
@@ -219,6 +227,7 @@ def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[fl
             for batches in objective.updates(step, engine):
                 engine.update(batches, objective.loss)
             right.append(objective.metrics()["reward/exact-match"])
+            assert objective.metrics()["staleness"] == min(step, grpo.rollout.staleness)
     return right
 
 

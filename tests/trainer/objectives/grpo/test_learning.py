@@ -43,6 +43,16 @@ def test_nine_of_ten_sums_are_right_in_the_end(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_answers_of_older_weights_teach_as_much(
+    worlds: Worlds, start: Callable[[int], Path], tmp_path: Path, seed: int, staleness: int
+) -> None:
+    (right,) = worlds.run(1, learned, start(seed), seed, 1.0, tmp_path, staleness)
+    assert _in_the_end(right) > 0.9
+
+
+@pytest.mark.thorough
 def test_with_its_sign_turned_a_reward_is_avoided(worlds: Worlds, start: Callable[[int], Path], tmp_path: Path) -> None:
     (right,) = worlds.run(1, learned, start(1), 1, -1.0, tmp_path)
     assert _in_the_end(right) < 0.5 * right[0]
