@@ -27,10 +27,10 @@ async def serve_ports(host: str | None = None) -> None:
 async def report_policies(host: str, seconds: float) -> str:
     """Return a line that says whether the network before a host with these ports enforces policies."""
     deadline = asyncio.get_running_loop().time() + seconds
-    if not await _becomes(host, OPEN_PORT, True, deadline):
+    if not await _await_state(host, OPEN_PORT, True, deadline):
         return f"unknown: whether the network enforces policies: port {OPEN_PORT} of {host} does not answer"
     # A network may need a moment for the policy of a pod that has just started.
-    if not await _becomes(host, CLOSED_PORT, False, deadline):
+    if not await _await_state(host, CLOSED_PORT, False, deadline):
         return (
             f"but: the network enforces no policies: port {CLOSED_PORT} of {host} answers, which a NetworkPolicy "
             "closes; those of operator and jobs keep no stranger out"
@@ -38,7 +38,8 @@ async def report_policies(host: str, seconds: float) -> str:
     return "ok: the network enforces policies"
 
 
-async def _becomes(host: str, port: int, is_open: bool, deadline: float) -> bool:
+async def _await_state(host: str, port: int, is_open: bool, deadline: float) -> bool:
+    """Wait until the port answers, or does not; return whether that came in time."""
     while await _can_connect(host, port) is not is_open:
         if asyncio.get_running_loop().time() + _PAUSE_SECONDS > deadline:
             return False

@@ -31,39 +31,39 @@ _CERTAIN = frozenset({FailureCause.OUT_OF_MEMORY, FailureCause.PREEMPTED, Failur
 _SILENCES = frozenset({FailureCause.HUNG, FailureCause.LOST_PEERS, FailureCause.SECRET_LOST})
 
 
-def _rule(pattern: str, blocker: Blocker) -> tuple[re.Pattern[str], Blocker]:
+def _cause_rule(pattern: str, blocker: Blocker) -> tuple[re.Pattern[str], Blocker]:
     return re.compile(pattern, re.IGNORECASE), blocker
 
 
 # The first that a message holds decides: a full /dev/shm also says that there is no space left.
 _MESSAGE_RULES = (
-    _rule(r"CUDA out of memory|torch\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", Blocker.GPU_OUT_OF_MEMORY),
-    _rule(r"/dev/shm|shared memory|bus error|killed by signal 7\b", Blocker.SHARED_MEMORY_FULL),
-    _rule(r"out of memory; raise resources\.memory", Blocker.HOST_OUT_OF_MEMORY),
-    _rule(
+    _cause_rule(r"CUDA out of memory|torch\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", Blocker.GPU_OUT_OF_MEMORY),
+    _cause_rule(r"/dev/shm|shared memory|bus error|killed by signal 7\b", Blocker.SHARED_MEMORY_FULL),
+    _cause_rule(r"out of memory; raise resources\.memory", Blocker.HOST_OUT_OF_MEMORY),
+    _cause_rule(
         r"no space left on device|disk quota exceeded|the volume is full|on the volume, or make it", Blocker.DISK_FULL
     ),
-    _rule(r"belongs to job \S+ \(uid", Blocker.RUN_FOLDER_TAKEN),
-    _rule(
+    _cause_rule(r"belongs to job \S+ \(uid", Blocker.RUN_FOLDER_TAKEN),
+    _cause_rule(
         r"make the folder writable|volume is mounted read-only|read-only file system|permission denied: '/",
         Blocker.VOLUME_UNWRITABLE,
     ),
-    _rule(
+    _cause_rule(
         r"no good checkpoint|is not the one that|is not a marker|checkpoints? .*(?:damaged|differs)",
         Blocker.CHECKPOINT_DAMAGED,
     ),
-    _rule(r"unavailableTimeoutSeconds", Blocker.REWARD_AWAY),
-    _rule(r"\breward \S+ (?:failed|cannot start|\()|failed reward", Blocker.REWARD_FAILED),
-    _rule(r"no engine (?:is ready|has served)|\bengine\b.*(?:ended|cannot start)", Blocker.ENGINE_NOT_READY),
-    _rule(r"needs GPU \d+ of its pod|fallen off the bus|no CUDA-capable device", Blocker.GPU_MISSING),
-    _rule(r"gated repo|\b40[13]\b.*huggingface|huggingface.*\b40[13]\b|the hub refuses", Blocker.HUB_REFUSED),
-    _rule(r"the hub is away|cannot reach .*hub|huggingface.*(?:timed out|connection|50\d|429)", Blocker.HUB_AWAY),
-    _rule(
+    _cause_rule(r"unavailableTimeoutSeconds", Blocker.REWARD_AWAY),
+    _cause_rule(r"\breward \S+ (?:failed|cannot start|\()|failed reward", Blocker.REWARD_FAILED),
+    _cause_rule(r"no engine (?:is ready|has served)|\bengine\b.*(?:ended|cannot start)", Blocker.ENGINE_NOT_READY),
+    _cause_rule(r"needs GPU \d+ of its pod|fallen off the bus|no CUDA-capable device", Blocker.GPU_MISSING),
+    _cause_rule(r"gated repo|\b40[13]\b.*huggingface|huggingface.*\b40[13]\b|the hub refuses", Blocker.HUB_REFUSED),
+    _cause_rule(r"the hub is away|cannot reach .*hub|huggingface.*(?:timed out|connection|50\d|429)", Blocker.HUB_AWAY),
+    _cause_rule(
         r"spec\.model|config\.json|the model (?:has|is|computes)|differs from the (?:published|trained)",
         Blocker.MODEL_REFUSED,
     ),
-    _rule(r"data (?:source|set)\b|\bspec\.data|data\.\w+|chat template|tokenizer|\.jsonl", Blocker.DATA_REFUSED),
-    _rule(r"pod \d+ has not been heard|nothing is heard of", Blocker.PEERS_LOST),
+    _cause_rule(r"data (?:source|set)\b|\bspec\.data|data\.\w+|chat template|tokenizer|\.jsonl", Blocker.DATA_REFUSED),
+    _cause_rule(r"pod \d+ has not been heard|nothing is heard of", Blocker.PEERS_LOST),
 )
 
 

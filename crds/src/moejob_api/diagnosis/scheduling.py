@@ -38,46 +38,48 @@ class _NodeRule:
     text: str
 
 
-def _rule(pattern: str, blocker: Blocker, text: str) -> _NodeRule:
+def _node_rule(pattern: str, blocker: Blocker, text: str) -> _NodeRule:
     return _NodeRule(re.compile(pattern), blocker, text)
 
 
 _NODE_RULES = (
-    _rule(r"Insufficient cpu", Blocker.INSUFFICIENT_CPU, "cpu is used up"),
-    _rule(r"Insufficient memory", Blocker.INSUFFICIENT_MEMORY, "memory is used up"),
-    _rule(r"Insufficient (\S*gpu\S*)", Blocker.INSUFFICIENT_GPUS, "{} is used up"),
-    _rule(r"Insufficient (\S+)", Blocker.INSUFFICIENT_RESOURCE, "{} is used up"),
-    _rule(r"Too many pods", Blocker.INSUFFICIENT_RESOURCE, "nodes hold as many pods as they may"),
-    _rule(
+    _node_rule(r"Insufficient cpu", Blocker.INSUFFICIENT_CPU, "cpu is used up"),
+    _node_rule(r"Insufficient memory", Blocker.INSUFFICIENT_MEMORY, "memory is used up"),
+    _node_rule(r"Insufficient (\S*gpu\S*)", Blocker.INSUFFICIENT_GPUS, "{} is used up"),
+    _node_rule(r"Insufficient (\S+)", Blocker.INSUFFICIENT_RESOURCE, "{} is used up"),
+    _node_rule(r"Too many pods", Blocker.INSUFFICIENT_RESOURCE, "nodes hold as many pods as they may"),
+    _node_rule(
         r"untolerated taint\(?s?\)? ?\{(node\.kubernetes\.io/\S+?): ?\S*\}",
         Blocker.NODES_UNAVAILABLE,
         "nodes are unavailable ({})",
     ),
-    _rule(r"were unschedulable", Blocker.NODES_UNAVAILABLE, "nodes are cordoned"),
-    _rule(r"had untolerated taint \{(.+)\}", Blocker.TAINT, "nodes have the taint {}, which the job does not tolerate"),
-    _rule(r"had untolerated taint", Blocker.TAINT, "nodes have taints that the job does not tolerate"),
-    _rule(
+    _node_rule(r"were unschedulable", Blocker.NODES_UNAVAILABLE, "nodes are cordoned"),
+    _node_rule(
+        r"had untolerated taint \{(.+)\}", Blocker.TAINT, "nodes have the taint {}, which the job does not tolerate"
+    ),
+    _node_rule(r"had untolerated taint", Blocker.TAINT, "nodes have taints that the job does not tolerate"),
+    _node_rule(
         r"didn't match Pod's node affinity|didn't match node selector",
         Blocker.NODE_SELECTOR,
         "nodes lack a label of resources.nodeSelector",
     ),
-    _rule(
+    _node_rule(
         r"didn't match pod (?:anti-)?affinity rules",
         Blocker.POD_AFFINITY,
         "nodes lie outside of the domain of the group (resources.topologyKey)",
     ),
-    _rule(r"didn't match pod topology spread", Blocker.TOPOLOGY_SPREAD, "nodes would spread the pods unevenly"),
-    _rule(
+    _node_rule(r"didn't match pod topology spread", Blocker.TOPOLOGY_SPREAD, "nodes would spread the pods unevenly"),
+    _node_rule(
         r"volume node affinity conflict|didn't match PersistentVolume's node affinity|didn't find available persistent",
         Blocker.VOLUME_ELSEWHERE,
         "nodes do not reach the volume of the job",
     ),
-    _rule(r"didn't have free ports", Blocker.INSUFFICIENT_RESOURCE, "a host port is taken"),
+    _node_rule(r"didn't have free ports", Blocker.INSUFFICIENT_RESOURCE, "a host port is taken"),
 )
 _CLAIM_RULES = (
-    _rule(r'persistentvolumeclaim "([^"]+)" not found', Blocker.CLAIM_MISSING, "there is no claim {}"),
-    _rule(r'persistentvolumeclaim "([^"]+)" is being deleted', Blocker.CLAIM_ENDING, "claim {} is being deleted"),
-    _rule(
+    _node_rule(r'persistentvolumeclaim "([^"]+)" not found', Blocker.CLAIM_MISSING, "there is no claim {}"),
+    _node_rule(r'persistentvolumeclaim "([^"]+)" is being deleted', Blocker.CLAIM_ENDING, "claim {} is being deleted"),
+    _node_rule(
         r'persistentvolumeclaim "([^"]+)" bound to non-existent', Blocker.CLAIM_LOST, "the volume of claim {} is gone"
     ),
 )

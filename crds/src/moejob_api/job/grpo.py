@@ -314,8 +314,8 @@ class RolloutSettings(ApiModel):
     cache_across_versions: Annotated[
         CacheAcrossVersions,
         Field(
-            description="New weights and an unfinished answer. Clear: the engine reads its text again. Keep: it goes "
-            "on with keys and values of the older weights."
+            description="New weights and an unfinished answer. Clear: the engine reads its text again. Keep: it "
+            "continues with keys and values of the older weights."
         ),
     ] = CacheAcrossVersions.CLEAR
     probe: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class VirtualRun:
         """Return two answers, of all versions that were published while they were written."""
         self.asked.append((prompt.number, attempt))
         first_version = self.version
-        contents = self.queue.contents()
+        contents = self.queue.list_contents()
         self.most_pending = max(self.most_pending, len(contents.finished) + len(contents.unfinished))
         await asyncio.sleep(self.durations(prompt.number, attempt))
         versions = np.arange(first_version, self.version + 1, dtype=np.int32)
@@ -170,7 +170,7 @@ def test_no_token_is_older_than_staleness_and_each_prompt_is_trained_once(
     trained_numbers = [number for numbers in run.trained.values() for number in numbers]
     assert len(set(trained_numbers)) == len(trained_numbers)
     # Nothing is skipped: a prompt that was drawn and not trained on is still pending, and none was asked for twice.
-    assert sorted([*trained_numbers, *_pending_numbers(run.queue.contents())]) == sorted(
+    assert sorted([*trained_numbers, *_pending_numbers(run.queue.list_contents())]) == sorted(
         number for number, _ in run.asked
     )
     assert sorted(number for number, _ in run.asked) == list(range(len(run.asked)))
@@ -191,7 +191,7 @@ async def train_until_killed(run: VirtualRun, steps: range, seconds: float, save
             for step in steps:
                 await run.train(range(step, step + 1))
                 if (step + 1) % save_every == 0:
-                    saves.append((step + 1, run.loader.state_dict(), run.queue.contents()))
+                    saves.append((step + 1, run.loader.state_dict(), run.queue.list_contents()))
     except TimeoutError:
         pass
     finally:
@@ -219,8 +219,8 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
         run = VirtualRun(make_grpo(*sizes), make_loader(corpus), cycle(durations), cycle(times))
         done, cursor, contents = saves[-1]
         run.loader.load_state_dict(json.loads(json.dumps(cursor)))
-        run.queue.restore(contents, done)
-        assert sorted(_pending_numbers(run.queue.contents())) == sorted(_pending_numbers(contents))
+        run.queue.restore_contents(contents, done)
+        assert sorted(_pending_numbers(run.queue.list_contents())) == sorted(_pending_numbers(contents))
         saves += run_virtually(train_until_killed(run, range(done, step_count), seconds, save_every))
         assert max(run.oldest_ages, default=0) <= sizes[0]
         # What was trained on behind the last save is forgotten with the weights.
@@ -251,7 +251,7 @@ def test_long_answers_are_trained_on_as_often_as_short_ones(corpus: PromptCorpus
     run = VirtualRun(make_grpo(4, 4), make_loader(corpus), cycle(seconds.tolist()))
     run_virtually(train_and_stop(run, range(200)))
     trained_numbers = [number for numbers in run.trained.values() for number in numbers]
-    first_untrained = min(_pending_numbers(run.queue.contents()))
+    first_untrained = min(_pending_numbers(run.queue.list_contents()))
     # Up to the oldest that is pending every prompt was trained on; the few behind it are answered fast.
     assert set(range(first_untrained)) <= set(trained_numbers)
     assert len(trained_numbers) - first_untrained <= 4 * 4
@@ -320,17 +320,11 @@ def test_what_fails_while_the_ranks_learn_ends_the_next_step(corpus: PromptCorpu
 def test_groups_of_a_run_with_more_staleness_are_asked_again_where_they_are_too_old(corpus: PromptCorpus) -> None:
     whole = VirtualRun(make_grpo(4, 2), make_loader(corpus), lambda *_: 0.0)
     run_virtually(train_and_stop(whole, range(2)))
-    contents = whole.queue.contents()
+    contents = whole.queue.list_contents()
     assert len(contents.finished) == 8
     less = VirtualRun(make_grpo(1, 2), whole.loader, lambda *_: 0.0)
-    less.queue.restore(contents, 2)
+    less.queue.restore_contents(contents, 2)
     run_virtually(train_and_stop(less, range(2, 7)))
     assert max(less.oldest_ages) <= 1
     numbers = [number for each in (whole, less) for numbers in each.trained.values() for number in numbers]
-    assert sorted([*numbers, *_pending_numbers(less.queue.contents())]) == list(range(len(numbers) + 2))
-
-
-@pytest.fixture(autouse=True)
-def no_output(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    yield
-    capsys.readouterr()
+    assert sorted([*numbers, *_pending_numbers(less.queue.list_contents())]) == list(range(len(numbers) + 2))

@@ -91,7 +91,7 @@ class EngineTerms:
     gpu_memory: SharedGpuMemory | None = None
     # Engines that share GPUs or cores with the trainer compute nothing while it trains.
     is_colocated: bool = False
-    # Unfinished answers go on with keys and values of older weights.
+    # Unfinished answers continue with keys and values of older weights.
     keeps_cache: bool = False
 
 
@@ -181,7 +181,7 @@ class Publisher:
     def release(self) -> None:
         """Stop engines that share GPUs or cores with the trainer, and let those on its GPUs sleep.
 
-        Unfinished answers wait on rank 0 for the next publication, and go on from there.
+        Unfinished answers wait on rank 0 for the next publication, and continue from there.
         """
         if self._is_colocated and self._sync is not None:
             self._sync.run(self._sync.stop_answers())

@@ -1,7 +1,7 @@
 """The order in which engines take new weights, in the protocol of vLLM, and the probe that shows them there.
 
-Answers may be in flight. Engines with GPUs of their own keep them while they are paused, and go on with the new
-weights. Engines that share GPUs or cores with the trainer are stopped before it trains, and return what they have.
+Answers may be in flight. Engines with GPUs of their own keep them while they are paused, and continue with the
+new weights. Engines that share GPUs or cores with the trainer are stopped before it trains, and return what they have.
 objectives/grpo/objective.py says when.
 """
 
@@ -37,7 +37,7 @@ class WeightSync:
     """Steps of a synchronization over all engines; an engine that fails a step is lost, and has no part in the next."""
 
     def __init__(self, fleet: EngineFleet, *, sleeps: bool = False, keeps_cache: bool = False) -> None:
-        # `keeps_cache`: unfinished answers go on with keys and values of older weights, and are not read again.
+        # `keeps_cache`: unfinished answers continue with keys and values of older weights, and are not read again.
         self._fleet, self._sleeps, self._keeps_cache = fleet, sleeps, keeps_cache
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

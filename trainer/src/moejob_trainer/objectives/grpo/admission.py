@@ -11,9 +11,11 @@ A new group has the latest deadline, s + N, so it may be asked for while all gro
 the oldest complete group whose removal keeps the inequality for r - 1: where it is an equality for some t, one with a
 deadline up to that t. Where no such group is complete, a step waits.
 
-With N = 1, P = 2, in step 5, of which both groups are still to be taken: up to 4 groups wait. Groups 8 (asked for at
-version 4, deadline 5) and 9, 10, 11 (version 5, deadline 6); all but 8 are complete. The step takes 9, for 8 alone has
-deadline 5 and one place is left. It does not take 10: 8 would become too old. It waits for 8.
+With N = 2, P = 2 and a group 0 that takes very long. Step 0 asks for groups 0 to 5, whose deadline is 2, and takes 1
+and 2. Step 1 asks for 6 and 7, with deadline 3, and takes 3 and 4: four groups are due by step 2, and 2 + 2 places are
+left until then, so 6 and 7 have to wait. Step 2 asks for 8 and 9, and takes 5; now group 0 is due and one place is
+left, so the step waits for group 0, although 6 to 9 are complete. With N = 1 a step takes, as a rule, the groups that
+the step before it has asked for.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class RolloutCollector:
         self._restored = QueueContents(finished, unfinished)
 
     async def _read_contents(self) -> QueueContents:
-        return self._restored or self._queue.contents()
+        return self._restored or self._queue.list_contents()
 
     async def _sample_group(self, prompt: NumberedPrompt, attempt: int) -> AnswerGroup:
         return await self._sampler.sample_group(prompt, self._grpo.group_size, self._params, self._grpo, attempt)
@@ -197,7 +197,7 @@ class RolloutCollector:
     async def _take_groups(self, step: int) -> SampledGroups:
         if self._restored is not None:
             contents, self._restored = self._restored, None
-            self._queue.restore(contents, step)
+            self._queue.restore_contents(contents, step)
         return await self._queue.take_groups(step)
 
     async def _cancel_requests(self) -> None:

@@ -32,7 +32,7 @@ from moejob_trainer.objectives.grpo.sampling import (
 )
 from moejob_trainer.runtime.user_lines import to_stderr
 
-# A prompt that has taken answerTimeoutSeconds so often within one step would do so again.
+# A step does not wait once more for a prompt that has taken answerTimeoutSeconds this often.
 _MOST_ATTEMPTS = 5
 
 # Starts the requests of a group; the second argument counts earlier attempts.
@@ -84,7 +84,7 @@ class GroupQueue:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
 
-    def contents(self) -> QueueContents:
+    def list_contents(self) -> QueueContents:
         """Return the groups that no step has taken, in the order of their prompts."""
         entries = [self._pending[number] for number in sorted(self._pending)]
         finished = [group for group in map(_as_finished, entries) if group is not None]
@@ -92,7 +92,7 @@ class GroupQueue:
         unfinished = [entry.prompt for entry in entries if isinstance(entry, _RunningGroup)]
         return QueueContents(finished, [*(each for each in unfinished if each.number not in numbers), *self._owed])
 
-    def restore(self, contents: QueueContents, step: int) -> None:
+    def restore_contents(self, contents: QueueContents, step: int) -> None:
         """Continue with the groups of a checkpoint; unfinished ones, and those too old by now, are asked for again."""
         kept, outdated = split_feasible(self._limits, StepPlaces(step), contents.finished)
         self._pending = {group.number: group for group in kept}
@@ -104,7 +104,7 @@ class GroupQueue:
         self._places = StepPlaces(step)
         groups: list[AnswerGroup] = []
         awaited: set[int] = set()
-        began_at, asked_again = self._now(), 0
+        began_at, asked_again = self._loop_time(), 0
         while self._places.open_places(self._limits) > 0:
             self._ask_groups()
             self._raise_failure()
@@ -125,7 +125,7 @@ class GroupQueue:
         last_answer = max(answer.answered_at for group in groups for answer in group.answers)
         return replace(
             compose_step(groups, self._grpo),
-            reward_seconds=self._now() - max(began_at, last_answer),
+            reward_seconds=self._loop_time() - max(began_at, last_answer),
             awaited=len(awaited),
             asked_again=asked_again,
             pending=len(self._pending),
@@ -138,7 +138,7 @@ class GroupQueue:
                 entry.task.cancel()
 
     @staticmethod
-    def _now() -> float:
+    def _loop_time() -> float:
         return asyncio.get_running_loop().time()
 
     def _ask_groups(self) -> None:
@@ -150,7 +150,7 @@ class GroupQueue:
     def _start_group(self, prompt: NumberedPrompt, attempt: int) -> _RunningGroup:
         task = asyncio.get_running_loop().create_task(self._sample(prompt, attempt))
         task.add_done_callback(self._note_end)
-        return _RunningGroup(prompt, self._places.step, task, self._now(), attempt)
+        return _RunningGroup(prompt, self._places.step, task, self._loop_time(), attempt)
 
     def _note_end(self, task: asyncio.Task[AnswerGroup]) -> None:
         if not task.cancelled() and self._failure is None:
@@ -183,7 +183,7 @@ class GroupQueue:
 
     def _ask_again(self) -> int:
         """Ask for groups again that the step has waited for too long; return how many."""
-        now = self._now()
+        now = self._loop_time()
         late = [entry for entry in self._awaited_groups() if now >= self._give_up_at(entry)]
         for entry in late:
             attempt = entry.attempt + 1

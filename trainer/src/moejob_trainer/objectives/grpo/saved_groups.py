@@ -89,7 +89,7 @@ def read_prompt_rows(
     try:
         parsed_rows = _rows.validate_python(rows, strict=False)
     except ValidationError as error:
-        raise _unusable(f"its unfinished prompts cannot be read: {error}") from error
+        raise _unusable_error(f"its unfinished prompts cannot be read: {error}") from error
     _require_distinct([number for number, _, _ in parsed_rows], "unfinished prompts")
     return tuple(read_prompt(number, DocumentKey(source, document)) for number, source, document in parsed_rows)
 
@@ -235,17 +235,19 @@ class _GroupReader:
         groups = self._read_columns(_OF_GROUPS, len(self.arrays.get("group.number", ())), "groups")
         _require_distinct(groups["group.number"].tolist(), "finished groups")
         prompts = self._read_prompts(groups)
-        answers = self._read_answers(labels, self._count(groups, "group.answers"))
+        answers = self._read_answers(labels, self._sum_counts(groups, "group.answers"))
         prompt_of_answers = [
             prompt for prompt, count in zip(prompts, groups["group.answers"], strict=True) for _ in range(count)
         ]
         scored_answers = [*self._scored_answers(labels, answers, prompt_of_answers)]
         if unknown_names := self.arrays.keys() - self._read_names:
-            raise _unusable(f"it has finished groups with {', '.join(sorted(unknown_names))}, unknown to this version")
+            raise _unusable_error(
+                f"it has finished groups with {', '.join(sorted(unknown_names))}, unknown to this version"
+            )
         return [
             FinishedGroup(AnswerGroup(prompt, tuple(scored_answers[part])), int(version))
             for prompt, version, part in zip(
-                prompts, groups["group.version"], _parts(groups["group.answers"]), strict=True
+                prompts, groups["group.version"], _count_slices(groups["group.answers"]), strict=True
             )
         ]
 
@@ -255,19 +257,21 @@ class _GroupReader:
             # Not pydantic's parser, which knows no halves of surrogate pairs.
             labels = _labels.validate_python(json.loads(content), strict=False)
         except ValueError as error:
-            raise _unusable(f"the labels of its finished groups cannot be read: {error}") from error
+            raise _unusable_error(f"the labels of its finished groups cannot be read: {error}") from error
         if labels.format != FORMAT:
-            raise _unusable(f"its finished groups have the format {labels.format}, and this version reads {FORMAT}")
+            raise _unusable_error(
+                f"its finished groups have the format {labels.format}, and this version reads {FORMAT}"
+            )
         return labels
 
     def _read_prompts(self, groups: Mapping[str, Array]) -> list[NumberedPrompt]:
-        tokens = self._read_array(_PROMPT_TOKENS, np.int32, self._count(groups, "group.promptTokens"), "prompts")
+        tokens = self._read_array(_PROMPT_TOKENS, np.int32, self._sum_counts(groups, "group.promptTokens"), "prompts")
         keys = [groups[name].tolist() for name in ("group.number", "group.source", "group.document")]
         prompts = [
             self.read_prompt(number, DocumentKey(source, document))
             for number, source, document in zip(*keys, strict=True)
         ]
-        for prompt, part in zip(prompts, _parts(groups["group.promptTokens"]), strict=True):
+        for prompt, part in zip(prompts, _count_slices(groups["group.promptTokens"]), strict=True):
             if tuple(tokens[part].tolist()) != prompt.prompt.tokens:
                 raise BadData(
                     f"prompt {prompt.number} ({prompt.prompt.place}) has other tokens than when it was answered: "
@@ -285,7 +289,7 @@ class _GroupReader:
             ("answer.hasRouting", 2),
         ):
             if count and not 0 <= answers[name].min() <= answers[name].max() < choices:
-                raise _unusable(
+                raise _unusable_error(
                     f"{name} of its finished groups is {answers[name].min()} to {answers[name].max()}, and has to be "
                     f"below {choices}"
                 )
@@ -294,14 +298,14 @@ class _GroupReader:
     def _scored_answers(
         self, labels: _Labels, answers: Mapping[str, Array], prompts: Sequence[NumberedPrompt]
     ) -> Iterator[ScoredAnswer]:
-        tokens = self._read_columns(_OF_TOKENS, self._count(answers, "answer.tokens"), "tokens")
-        texts = self._read_array(_TEXTS, np.uint8, self._count(answers, "answer.textBytes"), "texts").tobytes()
+        tokens = self._read_columns(_OF_TOKENS, self._sum_counts(answers, "answer.tokens"), "tokens")
+        texts = self._read_array(_TEXTS, np.uint8, self._sum_counts(answers, "answer.textBytes"), "texts").tobytes()
         names = [labels.reward_names[place] for place in answers["answer.rewardNames"]]
         part_counts = np.array([*map(len, names)], np.int64)
         scores = self._read_array(_PARTS, np.float64, int(part_counts.sum()), "scores").tolist()
         columns = {name: values.tolist() for name, values in answers.items()}
         places = zip(
-            *(_parts(counts) for counts in (answers["answer.tokens"], answers["answer.textBytes"], part_counts)),
+            *(_count_slices(counts) for counts in (answers["answer.tokens"], answers["answer.textBytes"], part_counts)),
             strict=True,
         )
         for number, (prompt, (token_part, text_part, score_part)) in enumerate(zip(prompts, places, strict=True)):
@@ -323,7 +327,7 @@ class _GroupReader:
         routing = self.arrays.get(name)
         if routing is None or not _is_routing(routing, prompt_tokens, answer_tokens):
             stored = "absent" if routing is None else f"{routing.dtype} {list(routing.shape)}"
-            raise _unusable(
+            raise _unusable_error(
                 f"the experts of an answer of {answer_tokens} tokens to prompt {prompt.number} of {prompt_tokens} "
                 f"({name} of its finished groups) are {stored}, and have to be integers for "
                 f"{prompt_tokens + answer_tokens - 1} tokens, layers and places"
@@ -337,20 +341,20 @@ class _GroupReader:
     def _read_array(self, name: str, dtype: type, count: int | None, counted: str) -> Array:
         array = self.arrays.get(name)
         if array is None:
-            raise _unusable(f"its finished groups have no {name}")
+            raise _unusable_error(f"its finished groups have no {name}")
         if array.dtype != dtype or array.ndim != 1 or (count is not None and len(array) != count):
             expected = f"{np.dtype(dtype)} [{counted if count is None else count}]"
-            raise _unusable(
+            raise _unusable_error(
                 f"{name} of its finished groups is {array.dtype} {list(array.shape)}, and has to be {expected}, for "
                 f"{counted}"
             )
         self._read_names.add(name)
         return array
 
-    def _count(self, columns: Mapping[str, Array], name: str) -> int:
+    def _sum_counts(self, columns: Mapping[str, Array], name: str) -> int:
         counts = columns[name]
         if len(counts) and counts.min() < 0:
-            raise _unusable(f"{name} of its finished groups is {counts.min()}, and counts from 0")
+            raise _unusable_error(f"{name} of its finished groups is {counts.min()}, and counts from 0")
         return int(counts.sum())
 
 
@@ -363,10 +367,10 @@ def _decode_text(content: bytes, prompt: NumberedPrompt) -> str:
     try:
         return content.decode(*_ENCODING)
     except UnicodeDecodeError as error:
-        raise _unusable(f"the text of an answer to prompt {prompt.number} is no UTF-8: {error}") from error
+        raise _unusable_error(f"the text of an answer to prompt {prompt.number} is no UTF-8: {error}") from error
 
 
-def _parts(counts: Array) -> list[slice]:
+def _count_slices(counts: Array) -> list[slice]:
     """Return where the elements of each count lie: counts 2 1 are elements 0 to 2, then 2 to 3."""
     ends = np.concatenate([[0], np.cumsum(counts)]).tolist()
     return [slice(start, end) for start, end in pairwise(ends)]
@@ -374,8 +378,8 @@ def _parts(counts: Array) -> list[slice]:
 
 def _require_distinct(numbers: Sequence[int], named: str) -> None:
     if repeated := sorted(number for number, count in Counter(numbers).items() if count > 1):
-        raise _unusable(f"its {named} have prompt {', '.join(map(str, repeated))} more than once")
+        raise _unusable_error(f"its {named} have prompt {', '.join(map(str, repeated))} more than once")
 
 
-def _unusable(problem: str) -> BadConfiguration:
+def _unusable_error(problem: str) -> BadConfiguration:
     return BadConfiguration(f"the checkpoint cannot be resumed: {problem}; {OTHER_CHECKPOINT}")
