@@ -172,6 +172,7 @@ STATUS = {
         "expertData": 1,
     },
     "restarts": {"total": 1},
+    "why": {"blocker": "NodeLost", "since": "2026-11-27T10:00:00Z", "message": "a", "next": "b", "fix": "c"},
     "display": {
         "step": "120/1000",
         "score": "1.234",
@@ -187,10 +188,10 @@ job    SFT      Running   64     8       120/1000   1.234   0.75   ?
 new    SFT                                                         ?
 """
 WIDE_COLUMNS = """\
-NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE   EVAL   EVAL LOSS   SPEED            ETA     RESTARTS   AGE
-job    SFT      Running   64     8       120/1000   1.234   0.75   1.31        5.1k tok/s/GPU   3h12m   1          ?
-new    SFT                                                                                                         ?
-"""
+NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE   EVAL   EVAL LOSS   SPEED            ETA     WHY        RESTARTS   AGE
+job    SFT      Running   64     8       120/1000   1.234   0.75   1.31        5.1k tok/s/GPU   3h12m   NodeLost   1          ?
+new    SFT                                                                                                                    ?
+"""  # noqa: E501  # lines of kubectl are as long as they are
 
 
 @pytest.mark.parametrize(

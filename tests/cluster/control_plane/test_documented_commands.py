@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def kubectl(
     quoted = shlex.join(map(str, control_plane.kubectl_command()))
     program.write_text(KUBECTL.format(endless="|".join(ENDLESS), namespace=namespace, kubectl=quoted))
     program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
+    # Some commands hand the answer to moejob, which lies beside this Python.
+    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return lambda command: run_in_shell(command, tmp_path, {"PATH": path, "KUBERC": "off"})
 

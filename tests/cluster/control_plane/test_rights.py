@@ -155,7 +155,9 @@ def suspended_and_resumed(lives: Lives) -> None:
 
 
 def failed_restarted_and_cleaned_up(lives: Lives) -> None:
-    lives.apply(make_job_body("mortal", lifecycle={"ttlSecondsAfterFinished": 1}))
+    # A job whose claim is kept stays beside it.
+    storage = {"size": "1Gi", "reclaim": "Delete"}
+    lives.apply(make_job_body("mortal", storage=storage, lifecycle={"ttlSecondsAfterFinished": 1}))
     lives.runs("mortal")
     lives.end("mortal-trainer-0-00000", 1)
     until(
