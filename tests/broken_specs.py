@@ -287,6 +287,12 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
         "set by moejob itself",
         {"resources": {"env": [{"name": "MOEJOB_UID", "value": "1"}]}},
     ),
+    BrokenSpec(
+        "a variable of torchrun's",
+        Rule.ENVIRONMENT,
+        "sets it from the layout",
+        {"resources": {"env": [{"name": "MASTER_ADDR", "value": "elsewhere"}]}},
+    ),
     BrokenSpec("an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}),
     BrokenSpec(
         "a toleration with exists and value",

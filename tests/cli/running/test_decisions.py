@@ -197,7 +197,7 @@ def test_every_process_knows_all_engines(
 ) -> None:
     wanted = spec(method="GRPO", parallelism={"data": 4}, resources={"accelerator": "CPU"}, grpo={"rollout": sections})
     of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, ranks), Path("/run"), "secret")
-    ports, here = LauncherPorts(1, 2, 8), machine(rollout_python=Path("/rollout"))
+    ports, here = LauncherPorts(1, 2, rollout=8), machine(rollout_python=Path("/rollout"))
     engines = engine_orders(of, here, ports)
     launchers = [launcher_order(of, here, ports, 1, index) for index in (0, 1)]
     assert [order.environment["MOEJOB_INDEX"] for order in engines] == [str(index) for index in range(separate)]
@@ -218,8 +218,8 @@ def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_n
     )
     of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
     here = machine(environment=named, rollout_python=Path("/rollout"))
-    environments = [order.environment for order in engine_orders(of, here, LauncherPorts(1, 2, 8))]
-    environments.append(launcher_order(of, here, LauncherPorts(1, 2, 8), 1, 1).environment)
+    environments = [order.environment for order in engine_orders(of, here, LauncherPorts(1, 2, rollout=8))]
+    environments.append(launcher_order(of, here, LauncherPorts(1, 2, rollout=8), 1, 1).environment)
     for environment in environments:
         assert [environment[name] for name in named] == ["lo", "=lo", "127.0.0.1"]
 
@@ -232,7 +232,7 @@ def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
         grpo={"rollout": {"placement": "Separate", "replicas": 2}},
     )
     of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
-    orders = engine_orders(of, machine(), LauncherPorts(1, 2, 8))
+    orders = engine_orders(of, machine(), LauncherPorts(1, 2, rollout=8))
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["2", "3"]
 
 

@@ -112,7 +112,14 @@ class Launcher:
 # Of programs of ranks that import what the others need not.
 MODULES = {
     **dict.fromkeys(
-        ("gather_ranks", "meet", "hang_before_the_first_step", "load_for_longer_than_the_deadline"), "gloo_program"
+        (
+            "gather_ranks",
+            "gather_ranks_twice",
+            "meet",
+            "hang_before_the_first_step",
+            "load_for_longer_than_the_deadline",
+        ),
+        "gloo_program",
     ),
     "begin": "incomplete_program",
     "train_and_hold": "held_rank",
@@ -140,6 +147,7 @@ class Gang:
     secret: str = "known to launchers alone"
     rendezvous: int = field(default_factory=free_port)
     progress_port: int = field(default_factory=free_port)
+    master_port: int = field(default_factory=free_port)
     launchers: list[Launcher] = field(default_factory=list)
 
     @property
@@ -191,6 +199,7 @@ class Gang:
             Environment.GRACE_SECONDS: str(self.grace),
             Environment.RENDEZVOUS_PORT: str(self.rendezvous),
             Environment.SECRET: self.secret,
+            "MASTER_PORT": str(self.master_port),
         }
 
     def _with_engines(self) -> dict[str, Any]:

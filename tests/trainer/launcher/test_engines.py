@@ -109,14 +109,17 @@ def test_engines_follow_from_the_job(
     given = Gang(Path("/run"), nodes=5, ranks=4, engine=Path(sys.executable)).pod_environment(index, attempt=1)
     text = spec_text(spec(method="GRPO", **sections))
     pod = read_environment(TrainerPod, given | {Environment.SPEC: text, Environment.PROGRESS_PORT: "9400"})
-    environ = {"PYTHONPATH": "trainer", "HOME": "/"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    environ = {"PYTHONPATH": "trainer", "HOME": "/", "RANK": "8", "WORLD_SIZE": "20"} | (
+        {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    )
     commands = engine_commands(pod, environ)
     seen = [
         (command.environment[Environment.INDEX], command.environment.get("CUDA_VISIBLE_DEVICES"))
         for command in commands
     ]
     assert seen == list(expected)
-    assert all("PYTHONPATH" not in command.environment for command in commands)
+    strange = {"PYTHONPATH", "RANK", "WORLD_SIZE"}
+    assert all(strange.isdisjoint(command.environment) for command in commands), "an engine is no rank"
 
 
 def test_an_engine_that_cannot_start_ends_the_job_with_its_last_line(gang: Make, tmp_path: Path) -> None:

@@ -25,13 +25,23 @@ def test_ranks_are_numbered_pod_by_pod_in_the_order_of_the_indices_with_eleven_p
     ]
 
 
-def test_ranks_of_all_pods_meet_under_their_numbers(gang: Make) -> None:
+def test_ranks_that_know_torchruns_variables_alone_meet_under_their_numbers(gang: Make) -> None:
     job = gang(nodes=3, ranks=1)
     for index in (2, 0, 1):
         job.start("gather_ranks", index)
     assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 3
+    notes = job.await_start_notes().values()
     # Each row is a rank and the index of its pod, as every rank has heard it from all others.
-    assert all(note["everyone"] == [[0, 0], [1, 1], [2, 2]] for note in job.await_start_notes().values())
+    assert all(note["everyone"] == [[0, 0], [1, 1], [2, 2]] for note in notes)
+    # The address of the pod of rank 0, not that of a launcher of each pod.
+    assert {note["MASTER_ADDR"] for note in notes} == {"127.0.0.1"}
+
+
+def test_ranks_that_know_torchruns_variables_alone_meet_again_after_a_failure(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    job.start_all("gather_ranks_twice")
+    assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 2
+    assert all(note["everyone"] == [[0, 0], [1, 1]] for note in job.await_start_notes(restart=1).values())
 
 
 def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_the_restart(gang: Make) -> None:

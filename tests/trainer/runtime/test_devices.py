@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_a_gpu_without_fp8_products_is_refused_by_its_rank(gpu: Mock) -> None:
     gpu.return_value = (8, 9)
-    float8, plain = Mock(local_rank=0), Mock(local_rank=0)
+    float8, plain = Mock(local_rank=0, store_port=None), Mock(local_rank=0, store_port=None)
     float8.spec, plain.spec = spec(training={"precision": {"compute": "FP8"}}), spec()
     with pytest.raises(BadConfiguration, match=r"compute capability 9\.0 or later, and NVIDIA L4 has 8\.9; remove"):
         start_device(float8)
@@ -72,7 +72,7 @@ def test_a_pod_that_lost_a_gpu_is_tried_on_another_node(
     gpu: Mock, monkeypatch: pytest.MonkeyPatch, count: int, kind: type[Exception]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    rank = Mock(local_rank=1)
+    rank = Mock(local_rank=1, store_port=None)
     rank.spec = spec()
     with pytest.raises(kind, match=rf"needs GPU 1 of its pod, which has {count}; check the device plugin"):
         start_device(rank)

@@ -10,6 +10,7 @@ from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.engines import colocated_per_pod, engine_urls, separate_engines
 from moejob_api.contract.pod_environment import PodAddresses, PodContract, contract_environment
 from moejob_api.contract.pods import Environment, PodRole
+from moejob_api.contract.torchrun import TORCHRUN_VARIABLES, torchrun_environment
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
@@ -44,6 +45,8 @@ class LauncherPorts:
 
     rendezvous: int
     progress: int
+    # MASTER_PORT.
+    master: int = 0
     # The port of the first engine on an address; other engines take the following ports.
     rollout: int = 0
 
@@ -71,9 +74,13 @@ def launcher_order(
     run: LocalRun, machine: LocalMachine, ports: LauncherPorts, attempt: int, index: int
 ) -> LauncherOrder:
     """The launcher of one simulated node."""
-    address = PodAddresses(host_address(index), host_address(0), ports.rendezvous, ports.progress)
+    address = _pod_addresses(index, ports)
     orders = _pod_orders(run, PodRole.TRAINER, address, attempt, index)
-    environment = _process_environment(run, machine, orders, ports.rollout) | _gpu_variables(run, machine, index)
+    environment = (
+        _process_environment(run, machine, orders, ports.rollout)
+        | torchrun_environment(orders)
+        | _gpu_variables(run, machine, index)
+    )
     return LauncherOrder(
         index, address.host, ports.progress, environment, _core_share(machine.cores, index, run.layout.nodes)
     )
@@ -82,7 +89,7 @@ def launcher_order(
 def engine_orders(run: LocalRun, machine: LocalMachine, ports: LauncherPorts) -> tuple[EngineOrder, ...]:
     """Separate engines, all on the first address; none if engines share the trainer's GPUs."""
     count = 0 if run.spec.grpo is None else separate_engines(run.spec)
-    address = PodAddresses(host_address(0), host_address(0), ports.rendezvous, ports.progress)
+    address = _pod_addresses(0, ports)
     return tuple(
         EngineOrder(
             index,
@@ -91,6 +98,11 @@ def engine_orders(run: LocalRun, machine: LocalMachine, ports: LauncherPorts) ->
         )
         for index in range(count)
     )
+
+
+def _pod_addresses(index: int, ports: LauncherPorts) -> PodAddresses:
+    first = host_address(0)
+    return PodAddresses(host_address(index), first, ports.rendezvous, ports.progress, first, ports.master)
 
 
 def most_engines_per_host(run: LocalRun) -> int:
@@ -120,7 +132,8 @@ def _process_environment(
     run: LocalRun, machine: LocalMachine, orders: PodContract, rollout_port: int
 ) -> dict[str, str]:
     # The shell may be in a pod of another job: variables of its contract must not mix with these.
-    inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
+    foreign = {*Environment, *TORCHRUN_VARIABLES}
+    inherited = {name: value for name, value in machine.environment.items() if name not in foreign}
     contract = contract_environment(orders) | _engine_variables(run, machine, rollout_port)
     contract_variables = {name.value: value for name, value in contract.items()}
     return inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables

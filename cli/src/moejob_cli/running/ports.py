@@ -52,10 +52,12 @@ class AttemptPorts:
     def __init__(self, nodes: int, rollout_port: int) -> None:
         self._rendezvous = ReservedPorts([host_address(0)])
         self._progress = ReservedPorts(host_address(index) for index in range(nodes))
-        self.numbers = LauncherPorts(self._rendezvous.first, self._progress.first, rollout_port)
+        self._master = ReservedPorts([host_address(0)])
+        self.numbers = LauncherPorts(self._rendezvous.first, self._progress.first, self._master.first, rollout_port)
 
     def release(self) -> None:
-        """Release the ports of the rendezvous and of progress; engines keep theirs from attempt to attempt."""
+        """Release the ports of launchers and ranks; engines keep theirs from attempt to attempt."""
+        self._master.release()
         self._rendezvous.release()
         self._progress.release()
 

@@ -131,7 +131,7 @@ class Supervision:
         self._began_at = time.monotonic()
         hosts = [host_address(index) for index in range(self.local_run.layout.nodes)]
         self._engine_ports = ReservedPorts(hosts, most_engines_per_host(self.local_run))
-        orders = engine_orders(self.local_run, self.machine, LauncherPorts(0, 0, self._engine_ports.first))
+        orders = engine_orders(self.local_run, self.machine, LauncherPorts(0, 0, rollout=self._engine_ports.first))
         self._engines = RunEngines(self.machine.rollout_python, orders, self.starter.folder.logs)
         with self.requests.handle_signals(), self.display:
             try:

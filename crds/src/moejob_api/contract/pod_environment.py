@@ -32,6 +32,9 @@ class PodAddresses:
     rendezvous_host: str
     rendezvous_port: int
     progress_port: int
+    # The host of rank 0, and a port that is free there.
+    master_host: str
+    master_port: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,17 @@ class Label(StrEnum):
     MANAGED_BY = "app.kubernetes.io/managed-by"
 
 
+class TrainingLabel(StrEnum):
+    """Labels of Kubeflow's training-operator, by which tools for PyTorchJob find pods."""
+
+    JOB_NAME = "training.kubeflow.org/job-name"
+    REPLICA_TYPE = "training.kubeflow.org/replica-type"
+    REPLICA_INDEX = "training.kubeflow.org/replica-index"
+    JOB_ROLE = "training.kubeflow.org/job-role"
+    # Services of a PyTorchJob of the same name select by it, and must not select these pods.
+    OPERATOR_NAME = "training.kubeflow.org/operator-name"
+
+
 MANAGED_BY = "moejob"
 
 
@@ -90,7 +101,7 @@ class PodPort(IntEnum):
 
     PROGRESS = 9400
     RENDEZVOUS = 29400
-    # Process groups of the ranks; torch picks further free ones by itself.
+    # MASTER_PORT: nothing of moejob listens there, so that a script or library may.
     RANKS = 29500
     ROLLOUT = 8000
 

@@ -60,6 +60,7 @@ RESERVED_KEYS = (
     "io.kubernetes.*",
     "scheduling.*",
     "volcano.sh/*",
+    "training.kubeflow.org/*",
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import round_up
+from moejob_api.contract.torchrun import TORCHRUN_VARIABLES
 from moejob_api.derived import has_float8_products
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
@@ -550,6 +551,8 @@ def _one_value_per_variable(spec: Spec) -> Complaint:
             return f"variable {variable.name} needs exactly one of value, secret and configMap, {len(values)} are given"
         if variable.name.startswith("MOEJOB_"):
             return f"variable {variable.name} is set by moejob itself; choose another name"
+        if variable.name in TORCHRUN_VARIABLES:
+            return f"variable {variable.name} is torchrun's, and moejob sets it from the layout; remove it"
         # The API server says this of itself: the list is keyed by name.
         if variable.name in names:
             return f"variable {variable.name} is given twice; keep one"
@@ -1041,9 +1044,11 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.ENVIRONMENT,
         "spec.resources.env",
         _one_value_per_variable,
-        "self.resources.env.all(e, !e.name.startsWith('MOEJOB_') && (has(e.value) ? 1 : 0) + (has(e.secret) ? 1 : 0) "
-        "+ (has(e.configMap) ? 1 : 0) == 1)",
-        "every variable has exactly one of value, secret and configMap, and a name that does not start with MOEJOB_",
+        "self.resources.env.all(e, !e.name.startsWith('MOEJOB_') && "
+        f"!(e.name in {list(map(str, TORCHRUN_VARIABLES))}) && "
+        "(has(e.value) ? 1 : 0) + (has(e.secret) ? 1 : 0) + (has(e.configMap) ? 1 : 0) == 1)",
+        "every variable has exactly one of value, secret and configMap, and a name that neither starts with MOEJOB_ "
+        "nor is one of torchrun's",
     ),
     ObjectRule(
         Rule.ENVIRONMENT,

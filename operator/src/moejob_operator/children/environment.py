@@ -7,6 +7,7 @@ from typing import Any
 from moejob_api.contract.engines import colocated_per_pod, engine_urls
 from moejob_api.contract.pod_environment import PodAddresses, PodContract, contract_environment
 from moejob_api.contract.pods import Environment, PodPort, PodRole
+from moejob_api.contract.torchrun import torchrun_environment
 from moejob_api.job import Spec
 from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
 from moejob_operator.children.attempt import Attempt
@@ -15,10 +16,12 @@ from moejob_operator.children.shared import SECRET_KEY
 
 def environment_variables(attempt: Attempt, role: PodRole, index: int) -> list[dict[str, Any]]:
     """Variables of one pod. The job's come first, so that the contract's override them and cannot refer to them."""
-    contract = _contract_variables(attempt, role, index)
+    contract = _pod_contract(attempt, role, index)
+    torchrun = torchrun_environment(contract) if role is PodRole.TRAINER else {}
     return [
         *(_job_variable(variable) for variable in attempt.spec.resources.env),
-        *({"name": name.value, "value": value} for name, value in contract.items()),
+        *({"name": name, "value": value} for name, value in torchrun.items()),
+        *({"name": name.value, "value": value} for name, value in _contract_variables(attempt, contract).items()),
         {
             "name": Environment.SECRET.value,
             "valueFrom": {"secretKeyRef": {"name": attempt.access_name, "key": SECRET_KEY}},
@@ -31,8 +34,8 @@ def environment_sources(spec: Spec) -> list[dict[str, Any]]:
     return [_environment_source(source) for source in spec.resources.env_from]
 
 
-def _contract_variables(attempt: Attempt, role: PodRole, index: int) -> dict[Environment, str]:
-    orders = PodContract(
+def _pod_contract(attempt: Attempt, role: PodRole, index: int) -> PodContract:
+    return PodContract(
         job=attempt.name,
         namespace=attempt.namespace,
         uid=attempt.uid,
@@ -47,11 +50,16 @@ def _contract_variables(attempt: Attempt, role: PodRole, index: int) -> dict[Env
             rendezvous_host=attempt.host_name(PodRole.TRAINER, 0),
             rendezvous_port=PodPort.RENDEZVOUS,
             progress_port=PodPort.PROGRESS,
+            master_host=attempt.host_name(PodRole.TRAINER, 0),
+            master_port=PodPort.RANKS,
         ),
         run_folder=f"{attempt.spec.storage.mount_path.rstrip('/')}/{attempt.name}",
         grace_seconds=attempt.grace_seconds(role),
     )
-    variables = contract_environment(orders)
+
+
+def _contract_variables(attempt: Attempt, contract: PodContract) -> dict[Environment, str]:
+    variables = contract_environment(contract)
     # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
     return variables | {Environment.SPEC: variables[Environment.SPEC].replace("$", "$$")} | _engine_variables(attempt)
 

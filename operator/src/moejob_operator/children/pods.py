@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.contract.engines import colocated_per_pod
-from moejob_api.contract.pods import HttpPath, Label, PodPath, PodPort, PodRole
+from moejob_api.contract.pods import MANAGED_BY, HttpPath, Label, PodPath, PodPort, PodRole, TrainingLabel
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_operator.actions import Kind
@@ -89,7 +89,23 @@ def _place_labels(attempt: Attempt, role: PodRole, index: int) -> dict[str, str]
         Label.ROLE.value: role.value,
         Label.ATTEMPT.value: str(attempt.attempt_number(role)),
         Label.INDEX.value: str(index),
-    }
+    } | _training_labels(attempt, role, index)
+
+
+def _training_labels(attempt: Attempt, role: PodRole, index: int) -> dict[str, str]:
+    """Labels as the pods of a PyTorchJob have them: one Master, and Workers that count from 0."""
+    labels = {TrainingLabel.JOB_NAME.value: attempt.name, TrainingLabel.OPERATOR_NAME.value: MANAGED_BY}
+    if role is PodRole.ROLLOUT:
+        replica = {TrainingLabel.REPLICA_TYPE.value: role.value, TrainingLabel.REPLICA_INDEX.value: str(index)}
+    elif index == 0:
+        replica = {
+            TrainingLabel.REPLICA_TYPE.value: "master",
+            TrainingLabel.REPLICA_INDEX.value: "0",
+            TrainingLabel.JOB_ROLE.value: "master",
+        }
+    else:
+        replica = {TrainingLabel.REPLICA_TYPE.value: "worker", TrainingLabel.REPLICA_INDEX.value: str(index - 1)}
+    return labels | replica
 
 
 def _job_annotations(spec: Spec) -> dict[str, str]:

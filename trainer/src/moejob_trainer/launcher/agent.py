@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import (
     ExitCode,
     PodOutcome,
@@ -54,6 +53,7 @@ from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest, StopRequested
 from moejob_trainer.launcher.store import LostPeers
+from moejob_trainer.runtime.environment import STORE_PORT
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard, RankHeartbeat
 from moejob_trainer.runtime.start_timing import START, LauncherTiming
@@ -261,7 +261,7 @@ class Agent:
         )
 
     def _rank_variables(self, current: Round, local_rank: int) -> dict[str, str]:
-        """Return the variables that torch's env:// reads, under the names of torchrun."""
+        """Return the variables of a rank, under the names of torchrun. MASTER_PORT is that of the pod."""
         pod = self._pod
         return {
             "RANK": str(pod.first_rank + local_rank),
@@ -270,10 +270,10 @@ class Agent:
             "WORLD_SIZE": str(pod.world_size),
             "LOCAL_WORLD_SIZE": str(pod.ranks_per_node),
             "GROUP_WORLD_SIZE": str(pod.nodes),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(current.port),
-            # Ranks join the launcher's store: a port that rank 0 had to find free first could be taken by then.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": current.master,
+            # At MASTER_ADDR a rank 0 that asks for it opens a store of its own; the launcher's is elsewhere.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            STORE_PORT: str(current.port),
             "TORCHELASTIC_RUN_ID": f"{pod.uid}.{pod.attempt}",
             RESTART: str(current.number),
             BOARD: str(self._board.folder if self._board is not None else ""),

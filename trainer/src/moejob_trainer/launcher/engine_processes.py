@@ -18,6 +18,7 @@ from pathlib import Path
 
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.contract.pods import Environment, PodRole
+from moejob_api.contract.torchrun import TORCHRUN_VARIABLES
 from moejob_api.job.resources import Accelerator
 from moejob_api.recovery.engine_starts import LOG_BYTES, EngineStarts
 from moejob_trainer.launcher.log import LauncherLog
@@ -42,9 +43,11 @@ def engine_commands(pod: TrainerPod, environ: Mapping[str, str]) -> tuple[Engine
     """Return the engines of a pod; none where they have pods of their own. Pure."""
     count = colocated_per_pod(pod.spec, pod.ranks_per_node)
     first = pod.index * count
-    # The modules of one environment are not those of another.
+    # The modules of one environment are not those of another, and an engine is no rank.
     inherited = {
-        name: value for name, value in environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        name: value
+        for name, value in environ.items()
+        if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", *TORCHRUN_VARIABLES}
     }
     return tuple(
         EngineCommand(

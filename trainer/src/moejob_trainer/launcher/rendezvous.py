@@ -36,11 +36,13 @@ _POLL_SECONDS_PER_POD = 0.002
 class Round:
     """One start of all ranks; `number` counts from 0 in each attempt.
 
-    Ranks of this pod reach the store of the round at `port` of their loopback, whichever pod hosts it.
+    Ranks of this pod reach the store of the round at `port` of their loopback, whichever pod hosts it. `master` is the
+    host of rank 0.
     """
 
     number: int
     port: int
+    master: str
 
 
 def poll_seconds(nodes: int, least: float) -> float:
@@ -164,6 +166,8 @@ class Rendezvous:
             number, name = self._next, _round_key(self._next, f"arrived/{self._pod.index}")
             holder = self._opened_store.put_first(name, self.token)
             if holder == self.token:
+                if self._pod.first_rank == 0:
+                    self._opened_store.put_first(_round_key(number, "master"), self._pod.host)
                 self._opened_store.add_to_counter(_round_key(number, "arrived"))
                 log.info("arrived", round=number, index=self._pod.index)
                 return number
@@ -219,7 +223,10 @@ class Rendezvous:
         port_text = self._opened_store.get(_round_key(number, "ranks"))
         if port_text is None:
             return None
-        return Round(number, self._opened_store.reach_ranks(int(port_text)))
+        master = self._opened_store.get(_round_key(number, "master"))
+        if master is None:
+            raise AssertionError(f"round {number} was opened before the pod of rank 0 arrived")
+        return Round(number, self._opened_store.reach_ranks(int(port_text)), master)
 
     def _read_ending(self, number: int) -> Ending | None:
         text = self._opened_store.get(_round_key(number, "end"))

@@ -14,6 +14,7 @@ from moejob_api.job.resources import Accelerator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.runtime.environment import RankEnvironment
+from moejob_trainer.runtime.ranks_meeting import ranks_store
 
 # Exchanges of a healthy run are closer together; a launcher notices a dead rank long before.
 _PATIENCE = timedelta(minutes=30)
@@ -33,7 +34,14 @@ def start_device(environment: RankEnvironment) -> torch.device:
         compute_deterministically()
     device = _take_device(environment)
     backend = "nccl" if device.type == "cuda" else cpu_backend()
-    dist.init_process_group(backend, timeout=_PATIENCE, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        backend,
+        store=ranks_store(environment, _PATIENCE),
+        rank=environment.rank,
+        world_size=environment.world,
+        timeout=_PATIENCE,
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
