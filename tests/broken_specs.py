@@ -271,6 +271,7 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
     BrokenSpec(
         "two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}
     ),
+    BrokenSpec("gpus beside arm", Rule.CONFLICT, "no images", {"resources": {"gpuType": "GB200"}}),
     BrokenSpec(
         "gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}
     ),

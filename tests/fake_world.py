@@ -22,6 +22,7 @@ from moejob_api.contract.pods import (
     TerminationMessage,
 )
 from moejob_api.diagnosis.reading import read_status
+from moejob_api.job.resources import GpuType
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import Images, JobNetwork
@@ -61,6 +62,7 @@ class World:
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     network: JobNetwork | None = None
+    gpu_nodes: Mapping[GpuType, Mapping[str, str]] = field(default_factory=dict)
     validator: Validator = field(default_factory=Validator)
     poll_times: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
     access: ExpiringCache[int] = field(default_factory=ExpiringCache)
@@ -74,7 +76,7 @@ class World:
         """One reconcile of the job; one that crashed is done again by the next process."""
         reconciler = Reconciler(
             self.validator,
-            OperatorSetting(IMAGES, self.gang_apis, self.network),
+            OperatorSetting(IMAGES, self.gang_apis, self.network, self.gpu_nodes),
             lambda: self.cluster.now,
             poll_times=self.poll_times,
             access_attempts=self.access,

@@ -30,7 +30,7 @@ DECIDED = {
     "trainer_colocated_image",
     *{"leader_election", "lease_name", "lease_seconds", "renew_deadline_seconds", "retry_seconds"},
     *{"webhook", "webhook_port", "webhook_service", "webhook_secret", "webhook_configuration", "webhook_certificates"},
-    *{"job_network_policy", "job_metrics_from", "job_egress", "job_egress_rules", "limits"},
+    *{"job_network_policy", "job_metrics_from", "job_egress", "job_egress_rules", "limits", "gpu_nodes"},
 }
 OTHERS: dict[str, Any] = {
     "workers": 7,

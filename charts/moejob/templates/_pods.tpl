@@ -26,6 +26,12 @@ capabilities: {drop: [ALL]}
 {{- with .Values.networkPolicy.jobsEgressRules }}
 {{- include "moejob.setting" (list "jobEgressRules" .) }}
 {{- end }}
+{{- with .Values.gpuNodes }}
+{{- include "moejob.setting" (list "gpuNodes" .) }}
+{{- end }}
+{{- with .Values.gpuNodes }}
+{{- include "moejob.setting" (list "gpuNodes" .) }}
+{{- end }}
 {{- $limits := dict }}
 {{- range $name, $allowed := .Values.limits }}
 {{- if not (kindIs "invalid" $allowed) }}{{ $_ := set $limits $name $allowed }}{{ end }}

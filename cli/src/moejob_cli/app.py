@@ -80,7 +80,7 @@ SetOption = Annotated[
     ),
 ]
 GpuTypeOption = Annotated[
-    str | None, typer.Option("--gpu-type", help="With --auto: plan for this GPU (A100, H100, H200, B200, GB200).")
+    str | None, typer.Option("--gpu-type", help="With --auto: plan for this GPU (A100, H100, H200, B200).")
 ]
 
 

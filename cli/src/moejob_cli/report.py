@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moejob_api.derived import RolloutLayout
+from moejob_api.hardware import CUDA_OF_IMAGES, OLDEST_DRIVER
 from moejob_api.job import MoETrainingJob
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.job.resources import Accelerator
@@ -61,6 +62,7 @@ def _report_sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ra
     if plan.memory is not None:
         yield Text()
         yield _memory_table(plan, plan.memory)
+    yield from _pod_lines(plan)
     if plan.volume is not None and plan.memory is not None:
         yield _volume_line(plan.volume, plan.spec.storage.size)
     if (rollout := rollout_of_plan(plan)) is not None:
@@ -220,6 +222,22 @@ def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
         replay_words = Text(f"{readable_bytes(replay)} of it for grpo.routingReplay" if replay else "", style="dim")
         table.add_row("host memory of a pod", readable_bytes(need.host_bytes_per_pod), "", replay_words)
     return Padding(table, (0, 0, 0, 2))
+
+
+def _pod_lines(plan: Plan) -> Iterator[Text]:
+    """The requests and limits of pods, and the driver that their nodes need."""
+    for name, pod in (("pod", plan.trainer_pod), ("engine pod", plan.engine_pod)):
+        if pod is not None:
+            yield Text(
+                f"  each {name} requests {_quantity_words(pod.requests)}; limits {_quantity_words(pod.limits)}; "
+                f"/dev/shm {pod.shared_memory}"
+            )
+    if plan.layout is not None and plan.spec.resources.accelerator is Accelerator.GPU:
+        yield Text(f"  nodes need the NVIDIA driver {OLDEST_DRIVER} or later, for CUDA {CUDA_OF_IMAGES} of the images")
+
+
+def _quantity_words(quantities: Mapping[str, int | str]) -> str:
+    return ", ".join(f"{name} {quantity}" for name, quantity in quantities.items()) or "none"
 
 
 def _volume_line(need: VolumeNeed, size: int | str | None) -> Text:

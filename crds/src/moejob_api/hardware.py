@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from moejob_api.job.resources import Accelerator, GpuType, Resources
 from moejob_api.quantities import GIB
 
+# The oldest driver that runs CUDA 13 of the GPU images, on every kind of GPU here.
+OLDEST_DRIVER, CUDA_OF_IMAGES = 580, 13
 TERA = 10**12
 GIGA = 10**9
 

@@ -18,6 +18,7 @@ from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.sources import UnseenModel, model_shape
 from moejob_api.planner.plan import Plan, plan_job
+from moejob_api.planner.pod_resources import PodResources
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems, namespace_problems
 from moejob_operator.cluster import JobKey
@@ -37,6 +38,8 @@ class Validation:
     layout: Layout | None = None
     rollout: RolloutLayout | None = None
     memory_per_gpu_bytes: int | None = None
+    trainer_pod: PodResources | None = None
+    engine_pod: PodResources | None = None
     unseen: str | None = None
     suggestions: tuple[str, ...] = ()
 
@@ -66,6 +69,8 @@ def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_sugges
         layout=job_plan.layout,
         rollout=job_plan.rollout,
         memory_per_gpu_bytes=None if job_plan.memory is None else job_plan.memory.bytes,
+        trainer_pod=job_plan.trainer_pod,
+        engine_pod=job_plan.engine_pod,
         unseen=shape.reason if isinstance(shape, UnseenModel) else None,
         suggestions=_suggestion_texts(job_plan),
     )

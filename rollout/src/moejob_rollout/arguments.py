@@ -14,6 +14,7 @@ from typing import Any
 from moejob_api.contract.engines import SERVER_IDLE_SECONDS, weight_transport
 from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.resources import Accelerator
+from moejob_api.planner.memory.constants import CPU_ENGINE_CACHE_BYTES
 from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import HEAD_BYTES
 
@@ -25,8 +26,6 @@ _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # The only worker of an engine lives in the process that schedules, as on a GPU: another would import vLLM again, for
 # ten seconds of a core. vLLM would turn "uni" into "mp" on a CPU to bind threads; this module binds them by variables.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
-_CPU_CACHE_BYTES = 512 * 1024**2
 
 
 def server_arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any]) -> list[str]:
@@ -101,7 +100,7 @@ def _accelerator_arguments(engine: EngineEnvironment, config: Mapping[str, Any])
         alone = [f"--distributed-executor-backend={_IN_PROCESS}"] if rollout.tensor == 1 else []
         # The other backend, for processors with AMX, drops a weight of latent attention that an update has to replace.
         latent = ["--attention-backend=CPU_MLA"] if config.get("kv_lora_rank") else []
-        memory = [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill"]
+        memory = [f"--kv-cache-memory-bytes={CPU_ENGINE_CACHE_BYTES}", "--no-enable-chunked-prefill"]
         return [*memory, "--enforce-eager", *alone, *latent]
     sleeps = ["--enable-sleep-mode"] if rollout.placement is RolloutPlacement.COLOCATED else []
     return [

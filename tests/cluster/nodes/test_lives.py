@@ -133,9 +133,10 @@ def holder(nodes: Cluster, node_programs: Programs, tmp_path_factory: pytest.Tem
 
 def build_gpu_job(name: str, image: str) -> Job:
     """Two pods of five GPUs: two such jobs want more than the sixteen of both nodes, and a node holds one pod."""
-    gpus = {"accelerator": "GPU", "gpusPerNode": 5, "cpu": None, "memory": None, "image": image}
-    batch = {"globalBatchSize": 10}
-    return build_job(name, STEPS, parallelism={"expert": 1, "data": 10}, training=batch, resources=gpus)
+    # The plan would request 20 cores and 20 GiB, which no machine under the nodes need have; it cannot see this model.
+    gpus = {"accelerator": "GPU", "gpusPerNode": 5, "cpu": "50m", "memory": "64Mi", "image": image}
+    sections = {"model": {"source": "nobody/knows-it"}, "training": {"globalBatchSize": 10}}
+    return build_job(name, STEPS, parallelism={"expert": 1, "data": 10}, resources=gpus, **sections)
 
 
 def test_of_two_jobs_that_each_want_more_than_half_the_gpus_one_waits_whole_until_the_other_has_ended(

@@ -22,6 +22,8 @@ def short_job() -> Job:
     job["spec"]["data"] |= {"maxLength": 64}
     job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     job["spec"]["checkpoint"] |= {"everySteps": 6}
+    # All numbers are the plan's, and limits: a number that is too small ends the run.
+    job["spec"]["resources"] = {"accelerator": "CPU", "gpusPerNode": 1, "qosClass": "Guaranteed"}
     return job
 
 
@@ -49,6 +51,7 @@ def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, name
 
 def test_a_job_runs_on_both_nodes_to_its_end(trained: SubmittedJob) -> None:
     assert sorted(trained.pod_nodes().values()) == ["node-1", "node-2"]
+    assert {pod["status"]["qosClass"] for pod in trained.list_pods()} == {"Guaranteed"}
     status = trained.read()["status"]
     assert status["restarts"]["total"] == 0
     assert status["progress"]["step"] == STEPS

@@ -43,6 +43,13 @@ def test_pods_keep_to_the_restricted_profile(golden: GoldenJob) -> None:
 
 
 @EVERY
+def test_no_pod_is_the_first_to_be_evicted(golden: GoldenJob) -> None:
+    for pod in pods(golden):
+        [container] = pod["spec"]["containers"]
+        assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
+
+
+@EVERY
 def test_pods_share_one_secret_that_no_manifest_holds(golden: GoldenJob) -> None:
     made = [*yaml.safe_load_all(render_manifests(golden))]
     [secret] = (one for one in made if one["kind"] == "Secret")

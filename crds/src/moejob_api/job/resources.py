@@ -36,6 +36,13 @@ class GpuType(StrEnum):
     GB200 = "GB200"
 
 
+class QosClass(StrEnum):
+    """The quality-of-service class that Kubernetes gives pods of the job by their requests and limits."""
+
+    BURSTABLE = "Burstable"
+    GUARANTEED = "Guaranteed"
+
+
 class ImagePullPolicy(StrEnum):
     """`imagePullPolicy` of a container, as in Kubernetes."""
 
@@ -131,13 +138,26 @@ class Resources(ApiModel):
         int | None,
         Field(ge=1, le=4096, alias="gpuMemoryGiB", description="Memory of one GPU in GiB, instead of gpuType."),
     ] = None
-    cpu: Annotated[Quantity | None, Field(description="CPU request of a pod, such as 96. Absent: none.")] = None
-    memory: Annotated[
-        Quantity | None, Field(description="Memory request and limit of a pod, such as 1Ti. Absent: none.")
+    cpu: Annotated[
+        Quantity | None, Field(description="CPU request of a pod, such as 96. Absent: the plan's, 4 cores for a GPU.")
     ] = None
-    shared_memory: Annotated[Quantity, Field(description="Size of /dev/shm, such as 16Gi; it counts as memory.")] = (
-        "16Gi"
-    )
+    memory: Annotated[
+        Quantity | None,
+        Field(
+            description="Memory request and limit of a pod, such as 1Ti. Absent: the plan's host memory is requested, "
+            "without a limit."
+        ),
+    ] = None
+    shared_memory: Annotated[
+        Quantity | None,
+        Field(description="Size of /dev/shm, such as 16Gi; it counts as memory. Absent: 2Gi for a GPU, 1Gi for a CPU."),
+    ] = None
+    qos_class: Annotated[
+        QosClass,
+        Field(
+            description="Guaranteed: CPU and memory have limits, equal to the requests; the plan's include /dev/shm."
+        ),
+    ] = QosClass.BURSTABLE
     image: Annotated[LongText | None, Field(description="Trainer image. Absent: the operator's default.")] = None
     rollout_image: Annotated[
         LongText | None, Field(description="Image of separate rollout pods. Absent: the operator's default.")

@@ -13,15 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moejob_api.arithmetic import ceil_div
+from moejob_api.contract.engines import separate_engines
 from moejob_api.derived import RolloutLayout, rollout_layout, update_batch
 from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
-from moejob_api.job.resources import Accelerator
+from moejob_api.job.resources import Accelerator, QosClass
 from moejob_api.layout.sizes import Layout, count_gpus, derive_layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate_memory, volume_need
 from moejob_api.planner.memory.case import prepare_case
 from moejob_api.planner.memory.estimate import estimate_footprint, host_bytes_of_pod, is_within_host_memory
+from moejob_api.planner.pod_resources import PodResources, engine_resources, trainer_resources
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, quantity_bytes, readable_bytes
 from moejob_api.rules import GRID_RULES, layout_problems
@@ -63,6 +65,18 @@ class Plan:
         """Return whether the plan has no problems."""
         return not self.problems
 
+    @property
+    def trainer_pod(self) -> PodResources | None:
+        """Return the resources of each trainer pod; None without a layout."""
+        return None if self.layout is None else trainer_resources(self.spec, self.layout.gpus_per_pod, self.memory)
+
+    @property
+    def engine_pod(self) -> PodResources | None:
+        """Return the resources of the pod of each separate engine; None for a job without such pods."""
+        if self.rollout is None or not separate_engines(self.spec):
+            return None
+        return engine_resources(self.spec, self.rollout.tensor, self.memory)
+
 
 def plan_job(
     spec: Spec, shape: ModelShape | None, available_gpus: int | None = None, *, with_suggestions: bool = True
@@ -94,7 +108,7 @@ class _Verdict:
 
 
 def _validate_job(spec: Spec, shape: ModelShape | None) -> _Verdict:
-    problems = layout_problems(spec, shape)
+    problems = (*layout_problems(spec, shape), *_limit_problems(spec, shape))
     volume = None if shape is None else volume_need(shape, spec)
     if volume is not None:
         problems += tuple(_storage_problems(spec, volume))
@@ -154,16 +168,29 @@ def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEst
     waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
     fits_when_waiting = is_within_host_memory(spec, estimate_memory(waiting, shape, sizes))
     replay = need.replay_bytes_per_pod
+    shared_bytes = needed - need.host_bytes_per_pod
     fits_without_replay = needed - replay <= quantity_bytes(spec.resources.memory)
     yield Problem(
         Rule.MEMORY,
         "spec.resources.memory",
-        f"a pod needs {readable_bytes(needed)} of host memory, sharedMemory {spec.resources.shared_memory} "
+        f"a pod needs {readable_bytes(needed)} of host memory, sharedMemory {readable_bytes(shared_bytes)} "
         + (f"and {readable_bytes(replay)} for grpo.routingReplay included, " if replay else "included, ")
         + f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
         + (", or checkpoint.async to false" if fits_when_waiting else "")
         + (", or grpo.routingReplay to false" if replay and fits_without_replay else ""),
     )
+
+
+def _limit_problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    """The problem of a limit that would come from a model which is not seen: a guess would kill its pods."""
+    resources = spec.resources
+    if resources.qos_class is QosClass.GUARANTEED and resources.memory is None and shape is None:
+        yield Problem(
+            Rule.CONFLICT,
+            "spec.resources.qosClass",
+            "Guaranteed limits pods to the host memory of the plan, which needs the model, and its config.json cannot "
+            "be read from here; set resources.memory",
+        )
 
 
 def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:

@@ -282,7 +282,7 @@ def _float8_products(spec: Spec) -> Complaint:
     if spec.training.deterministic:
         return "FP8 products do not give the same bits twice; remove compute or deterministic"
     if spec.resources.gpu_type is GpuType.A100:
-        return "an A100 multiplies no FP8 numbers; remove compute, or take H100, H200, B200 or GB200"
+        return "an A100 multiplies no FP8 numbers; remove compute, or take H100, H200 or B200"
     return None
 
 
@@ -531,6 +531,15 @@ def _one_gpu_memory(spec: Spec) -> Complaint:
     return (
         f"gpuType {resources.gpu_type} and gpuMemoryGiB {resources.gpu_memory_gi_b} both say how much memory a GPU "
         "has; keep one"
+    )
+
+
+def _gpu_beside_arm(spec: Spec) -> Complaint:
+    if spec.resources.gpu_type is not GpuType.GB200:
+        return None
+    return (
+        "GB200 stands beside Arm CPUs, for which there are no images of moejob; take another gpuType, or build images "
+        "of your own and set gpuMemoryGiB: 184 with image and rolloutImage"
     )
 
 
@@ -1031,6 +1040,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _one_gpu_memory,
         "!(has(self.gpuType) && has(self.gpuMemoryGiB))",
         "at most one of gpuType and gpuMemoryGiB is given",
+        on="spec.resources",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.resources.gpuType",
+        _gpu_beside_arm,
+        "!has(self.gpuType) || self.gpuType != 'GB200'",
+        "GB200 stands beside Arm CPUs, for which there are no images",
         on="spec.resources",
     ),
     ObjectRule(

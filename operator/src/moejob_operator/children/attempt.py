@@ -12,6 +12,7 @@ from moejob_api.job import GROUP, KIND, VERSION, Spec
 from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.layout.sizes import Layout
+from moejob_api.planner.pod_resources import PodResources
 
 # Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to running engines.
 ROLLOUT_ATTEMPT = 0
@@ -55,6 +56,10 @@ class Attempt:
     number: int
     gang: GangScheduler
     images: Images
+    # Of a pod of each role that the job has.
+    pod_resources: Mapping[PodRole, PodResources]
+    # Of the GPU type that the job names, by the installation's table.
+    gpu_node_labels: Mapping[str, str]
     trainer_grace_seconds: int
     # None: the operator makes no policy.
     network: JobNetwork | None = None

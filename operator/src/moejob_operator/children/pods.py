@@ -79,7 +79,7 @@ def _pod_manifest(
         | marks.spec
         | {
             "containers": [_container_manifest(attempt, role, index, container)],
-            "volumes": pod_volumes(attempt),
+            "volumes": pod_volumes(attempt, role),
         },
     }
 
@@ -118,7 +118,7 @@ def _pod_spec(attempt: Attempt, role: PodRole, index: int) -> dict[str, Any]:
     resources = attempt.spec.resources
     near = pod_affinity(attempt, role, index)
     optional = {
-        "nodeSelector": dict(resources.node_selector),
+        "nodeSelector": dict(attempt.gpu_node_labels) | dict(resources.node_selector),
         "affinity": near,
         "schedulerName": resources.scheduler_name,
         "priorityClassName": resources.priority_class_name,
@@ -153,7 +153,7 @@ def _container_manifest(attempt: Attempt, role: PodRole, index: int, container: 
             "imagePullPolicy": spec.resources.image_pull_policy.value,
             "env": environment_variables(attempt, role, index),
             **({"envFrom": sources} if sources else {}),
-            "resources": _container_resources(spec, ranks_per_pod(attempt, role)),
+            "resources": _container_resources(attempt, role),
             "terminationMessagePath": PodPath.TERMINATION.value,
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -167,14 +167,14 @@ def _container_manifest(attempt: Attempt, role: PodRole, index: int, container: 
     )
 
 
-def _container_resources(spec: Spec, gpus: int) -> dict[str, Any]:
-    resources = spec.resources
-    devices: dict[str, Any] = {resources.gpu_resource: gpus} if resources.accelerator is Accelerator.GPU else {}
+def _container_resources(attempt: Attempt, role: PodRole) -> dict[str, Any]:
+    resources, pod = attempt.spec.resources, attempt.pod_resources[role]
+    devices: dict[str, Any] = {}
+    if resources.accelerator is Accelerator.GPU:
+        devices[resources.gpu_resource] = ranks_per_pod(attempt, role)
     if resources.rdma is not None:
-        devices |= {resources.rdma.resource: resources.rdma.count}
-    memory = {} if resources.memory is None else {"memory": resources.memory}
-    cpu = {} if resources.cpu is None else {"cpu": resources.cpu}
-    parts = {"limits": devices | memory, "requests": cpu | devices | memory}
+        devices[resources.rdma.resource] = resources.rdma.count
+    parts = {"limits": devices | pod.limits, "requests": pod.requests | devices}
     return {name: amounts for name, amounts in parts.items() if amounts}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.contract.pods import PodPath
+from moejob_api.contract.pods import PodPath, PodRole
 from moejob_api.job.claims import named_claims
 from moejob_operator.children.attempt import Attempt
 
@@ -13,9 +13,9 @@ _STORAGE = "storage"
 _TEMPORARY_SIZE = "100Gi"
 
 
-def pod_volumes(attempt: Attempt) -> list[dict[str, Any]]:
+def pod_volumes(attempt: Attempt, role: PodRole) -> list[dict[str, Any]]:
     """The volumes of a pod."""
-    shared = {"medium": "Memory", "sizeLimit": attempt.spec.resources.shared_memory}
+    shared = {"medium": "Memory", "sizeLimit": attempt.pod_resources[role].shared_memory}
     return [
         {"name": "shared-memory", "emptyDir": shared},
         {"name": "temporary", "emptyDir": {"sizeLimit": _TEMPORARY_SIZE}},

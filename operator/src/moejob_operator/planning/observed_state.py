@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
 
 from moejob_api.contract.pods import PodRole, RunProgress
 from moejob_api.job import Spec
 from moejob_api.job.lifecycle import GangScheduler
+from moejob_api.job.resources import GpuType
 from moejob_api.job.status import Phase, RestartLadder, Restarts, Status
 from moejob_api.layout.sizes import Layout
+from moejob_api.planner.pod_resources import PodResources
 from moejob_api.recovery.state import state_after_checkpoint
 from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_name, service_name
 from moejob_operator.children.gangs import GangApi, chosen_gang
@@ -30,11 +32,13 @@ _MOST_ATTEMPTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class OperatorSetting:
-    """The operator's own configuration: images for jobs that name none, gang APIs, and who may reach pods."""
+    """The operator's own configuration: images for jobs that name none, gang APIs, who may reach pods, GPU nodes."""
 
     images: Images
     gang_apis: frozenset[GangApi] = frozenset()
     network: JobNetwork | None = None
+    # Labels of the nodes with GPUs of a type.
+    gpu_nodes: Mapping[GpuType, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +195,21 @@ def present_attempt(s: ObservedState) -> Attempt:
         number=s.attempt,
         gang=gang_scheduler(s),
         images=s.setting.images,
+        pod_resources=_resources_by_role(s.validation),
+        gpu_node_labels=_gpu_node_labels(spec, s.setting),
         trainer_grace_seconds=grace_seconds(s.status),
         network=s.setting.network,
     )
+
+
+def _resources_by_role(validation: Validation) -> dict[PodRole, PodResources]:
+    pods = {PodRole.TRAINER: validation.trainer_pod, PodRole.ROLLOUT: validation.engine_pod}
+    return {role: pod for role, pod in pods.items() if pod is not None}
+
+
+def _gpu_node_labels(spec: Spec, setting: OperatorSetting) -> Mapping[str, str]:
+    gpu_type = spec.resources.gpu_type
+    return {} if gpu_type is None else setting.gpu_nodes.get(gpu_type, {})
 
 
 def _gang_service(s: ObservedState) -> str:

@@ -94,10 +94,11 @@ def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = _job_network(settings) if settings.job_network_policy else None
     validator = Validator(partial(validate_spec, limits=settings.job_limits), settings.job_limits)
-    reconciler = Reconciler(validator, OperatorSetting(images, gangs.served_apis, network), lambda: datetime.now(UTC))
+    setting = OperatorSetting(images, gangs.served_apis, network, settings.gpu_nodes)
+    reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC))
 
     async def reconcile(key: JobKey) -> float | None:
-        return await replace(reconciler, setting=OperatorSetting(images, gangs.served_apis, network))(key, cluster)
+        return await replace(reconciler, setting=replace(setting, gang_apis=gangs.served_apis))(key, cluster)
 
     return WorkQueue(
         reconcile,

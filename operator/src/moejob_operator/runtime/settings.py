@@ -12,6 +12,7 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from moejob_api.job.resources import GpuType
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.runtime.leader_election import LeaseDurations
 
@@ -78,6 +79,10 @@ class Settings(BaseSettings):
         tuple[dict[str, Any], ...], Field(description="Egress rules of a NetworkPolicy, for what pods need beside it.")
     ] = ()
 
+    gpu_nodes: Annotated[
+        dict[GpuType, dict[str, str]],
+        Field(description="Labels of nodes by type of GPU, as JSON; pods whose job names the type get them."),
+    ] = {}
     limits: Annotated[JobLimits, Field(description="Names that jobs may ask for, as JSON in a variable.")] = JobLimits()
 
     workers: Annotated[int, Field(ge=1, description="Jobs reconciled at once.")] = 64

@@ -36,6 +36,9 @@ FRAGMENTATION = 0.15
 # A rank's own host memory: the interpreter, torch, data loading.
 HOST_PROCESS_BYTES = 4 * GIB
 CPU_RANK_BYTES = GIB
+# /dev/shm of each rank: NCCL's rings where GPUs do not reach each other, and the queues of an engine's workers.
+SHARED_BYTES_OF_GPU = 2 * GIB
+SHARED_BYTES_OF_CPU = GIB
 
 # Weights of a layer that is being computed, and what arrives of the next one.
 FSDP_UNITS = 2
@@ -51,6 +54,11 @@ ENGINE_WORKSPACE_BYTES = 3 * GIB
 # A sleeping engine keeps this much of its GPU.
 ENGINE_ASLEEP_BYTES = 3 * GIB // 2
 ENGINE_VOCABULARY_MULTIPLE = 64
+# KV cache of an engine on CPUs: enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself
+# would take the node's memory. The rollout image imports it.
+CPU_ENGINE_CACHE_BYTES = GIB // 2
+# Its processes beside weights and cache: 1.0 GiB on two cores, before batches.
+CPU_ENGINE_PROCESS_BYTES = 2 * GIB
 # Fewer sequences at once than this and an engine spends its time reading weights.
 USEFUL_SEQUENCES = 32
 # Weights travel to the engine in buckets of 512 MiB, beside one whole tensor that ranks gather. Three copies of a

@@ -16,6 +16,7 @@ from moejob_api.planner.memory.case import PlanningCase, model_parameters, prepa
 from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
 from moejob_api.planner.memory.engine import EngineMemory, estimate_engine
 from moejob_api.planner.memory.explained import explain_memory
+from moejob_api.planner.memory.host_memory import colocated_host_bytes, ranks_of_trainer_pod, shared_memory_bytes
 from moejob_api.planner.memory.phases import Amounts, MemoryPhase, MemoryUse, StageLoad, estimate_stage, phase_amounts
 from moejob_api.planner.memory.routing_replay import replay_bytes
 from moejob_api.planner.memory.states import divided_parameters, optimizer_bytes
@@ -50,8 +51,8 @@ class PhasePeak:
 class MemoryEstimate:
     """Memory of the fullest GPU. `phases` holds the peak of every phase, `peak` is the highest of them.
 
-    host_bytes_per_pod: host memory of the ranks of one pod; on CPU all of their memory. replay_bytes_per_pod: the part
-    of it that holds routing to replay.
+    host_bytes_per_pod: host memory of the ranks of one pod and of engines that share it; on CPU all of their memory.
+    replay_bytes_per_pod: the part of it that holds routing to replay.
     """
 
     peak: PhasePeak
@@ -115,7 +116,7 @@ def estimate_footprint(case: PlanningCase, limit_bytes: int | None) -> MemoryFoo
 
 def host_bytes_of_pod(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> int:
     """Host memory of a pod with its /dev/shm, which is memory-backed and counts against the pod's limit."""
-    return need.host_bytes_per_pod + quantity_bytes(spec.resources.shared_memory)
+    return need.host_bytes_per_pod + shared_memory_bytes(spec.resources, ranks_of_trainer_pod(spec))
 
 
 def is_within_host_memory(spec: Spec, need: MemoryEstimate | MemoryFootprint) -> bool:
@@ -190,8 +191,10 @@ def _explain_peak(phase: MemoryPhase, load: StageLoad, amounts: Amounts) -> Phas
 
 
 def _host_bytes(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:
-    """Host memory of the ranks of a pod, without the routing that is replayed."""
-    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak)
+    """Host memory of the ranks of a pod and of engines beside them, without the routing that is replayed."""
+    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak) + colocated_host_bytes(
+        case, loads[0].engine
+    )
 
 
 def _host_bytes_of_rank(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:

@@ -1,0 +1,48 @@
+"""Host memory of engines, and the size of /dev/shm, which the memory limit of a pod counts too."""
+
+from __future__ import annotations
+
+from moejob_api.contract.engines import colocated_per_pod
+from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator, Resources
+from moejob_api.layout.sizes import count_gpus
+from moejob_api.planner.memory.case import PlanningCase
+from moejob_api.planner.memory.constants import (
+    CPU_ENGINE_CACHE_BYTES,
+    CPU_ENGINE_PROCESS_BYTES,
+    HOST_PROCESS_BYTES,
+    SHARED_BYTES_OF_CPU,
+    SHARED_BYTES_OF_GPU,
+)
+from moejob_api.planner.memory.engine import EngineMemory
+from moejob_api.quantities import quantity_bytes
+
+
+def shared_memory_bytes(resources: Resources, ranks: int) -> int:
+    """Return the size of /dev/shm in a pod of this many ranks."""
+    if resources.shared_memory is not None:
+        return quantity_bytes(resources.shared_memory)
+    on_gpu = resources.accelerator is Accelerator.GPU
+    return ranks * (SHARED_BYTES_OF_GPU if on_gpu else SHARED_BYTES_OF_CPU)
+
+
+def ranks_of_trainer_pod(spec: Spec) -> int:
+    """Return the ranks of a trainer pod: those of a node, or all of a job that is smaller than a node."""
+    return min(count_gpus(spec.parallelism), spec.resources.gpus_per_node)
+
+
+def engine_host_bytes(spec: Spec, tensor: int, engine: EngineMemory | None) -> int:
+    """Return the host memory of one engine; `engine` is None where the model's weights are not known.
+
+    On a GPU these are a server and a worker for each GPU; weights pass through the page cache, which gives way.
+    """
+    if spec.resources.accelerator is Accelerator.GPU:
+        return (tensor + 1) * HOST_PROCESS_BYTES
+    weights = 0 if engine is None else engine.weights * tensor
+    return CPU_ENGINE_PROCESS_BYTES + CPU_ENGINE_CACHE_BYTES + weights
+
+
+def colocated_host_bytes(case: PlanningCase, engine: EngineMemory | None) -> int:
+    """Return the host memory of the engines that share a trainer pod."""
+    count = colocated_per_pod(case.spec, case.layout.gpus_per_pod)
+    return 0 if engine is None else count * engine_host_bytes(case.spec, engine.gpus, engine)

@@ -1,0 +1,51 @@
+"""Pods go to the nodes that the installation names for their type of GPU, and have the size of /dev/shm of the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fake_world import World
+from moejob_api.contract.pods import PodRole
+from moejob_api.job.resources import GpuType
+
+H100_NODES = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "gpus"}
+ENGINES: dict[str, Any] = {
+    "method": "GRPO",
+    "grpo": {
+        "rewards": [{"name": "math"}],
+        "maxNewTokens": 256,
+        "promptsPerStep": 2,
+        "rollout": {"placement": "Separate", "replicas": 1},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("resources", "selector"),
+    [
+        pytest.param({"gpuType": "H100"}, H100_NODES, id="a type of the table"),
+        pytest.param({"gpuType": "H200"}, {}, id="a type that the table lacks"),
+        pytest.param({}, {}, id="no type"),
+        pytest.param(
+            {"gpuType": "H100", "nodeSelector": {"pool": "mine", "zone": "a"}},
+            H100_NODES | {"pool": "mine", "zone": "a"},
+            id="the job's own labels win",
+        ),
+    ],
+)
+def test_pods_go_to_nodes_with_gpus_of_their_type(resources: dict[str, Any], selector: dict[str, str]) -> None:
+    world = World(gpu_nodes={GpuType.H100: H100_NODES})
+    world.apply(resources={"gpusPerNode": 1} | resources, **ENGINES)
+    world.settle()
+    for role in PodRole:
+        assert world.pod(0, role)["spec"].get("nodeSelector", {}) == selector
+
+
+def test_dev_shm_grows_with_the_gpus_of_each_pod() -> None:
+    world = World()
+    world.apply(**ENGINES | {"parallelism": {"data": 8}, "resources": {"gpusPerNode": 4}})
+    world.settle()
+    sizes = [world.pod(0, role)["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] for role in PodRole]
+    assert sizes == ["8Gi", "2Gi"]
