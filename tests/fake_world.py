@@ -62,6 +62,7 @@ class World:
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     network: JobNetwork | None = None
+    schedulers: tuple[str, ...] | None = None
     gpu_nodes: Mapping[GpuType, Mapping[str, str]] = field(default_factory=dict)
     validator: Validator = field(default_factory=Validator)
     poll_times: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
@@ -76,7 +77,7 @@ class World:
         """One reconcile of the job; one that crashed is done again by the next process."""
         reconciler = Reconciler(
             self.validator,
-            OperatorSetting(IMAGES, self.gang_apis, self.network, self.gpu_nodes),
+            OperatorSetting(IMAGES, self.gang_apis, self.network, self.schedulers, self.gpu_nodes),
             lambda: self.cluster.now,
             poll_times=self.poll_times,
             access_attempts=self.access,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from pydantic import ValidationError
 
@@ -25,6 +26,8 @@ from moejob_api.job.status import Status
 _GROUP_KINDS = frozenset({"PodGroup", "Workload"})
 # Each round drops at least one field that cannot be read.
 _ROUNDS = 64
+# No status has as many, and a list that is too long is still seen to be.
+_MOST_ITEMS, _MOST_LEVELS = 1000, 32
 
 
 def list_objects(document: object) -> Iterator[Raw]:
@@ -97,27 +100,49 @@ def _is_group_of(body: Raw, job: Raw, pod_names: set[object]) -> bool:
 
 def read_status(raw: object) -> Status:
     """Read a status; fields that this version cannot read count as absent."""
-    text = json.dumps(api_bodies.as_mapping(raw), default=str)
+    text = json.dumps(_bounded_tree(api_bodies.as_mapping(raw)), default=str)
     for _ in range(_ROUNDS):
         try:
             return Status.model_validate_json(text)
         except ValidationError as error:
             tree = json.loads(text)
-            for problem in error.errors(include_url=False, include_context=False, include_input=False):
-                _drop_value(tree, problem["loc"])
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            _remove_values(tree, {_present_path(tree, problem["loc"]) for problem in problems})
             text = json.dumps(tree)
     return Status()
 
 
-def _drop_value(tree: object, path: tuple[int | str, ...]) -> None:
-    """Remove the value at a path; where there is none, remove the value that should hold it."""
-    *above, last = path
-    holder, outer = tree, None
-    for step in above:
-        outer = (holder, step)
+def _bounded_tree(value: object, depth: int = 0) -> object:
+    """Cut what no status has: pydantic takes a second for an error in each of 100,000 items."""
+    if depth > _MOST_LEVELS:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _bounded_tree(inner, depth + 1) for key, inner in islice(value.items(), _MOST_ITEMS)}
+    if isinstance(value, list | tuple):
+        return [_bounded_tree(inner, depth + 1) for inner in value[:_MOST_ITEMS]]
+    return value
+
+
+def _present_path(tree: object, path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the path of the faulty value; where a value is missing, the path of the value that should hold it."""
+    holder = tree
+    for step in path[:-1]:
         holder = _value_at(holder, step)
-    if not _remove_value(holder, last) and outer is not None:
-        _remove_value(*outer)
+    return path if _has_value(holder, path[-1]) else path[:-1]
+
+
+def _remove_values(tree: object, paths: set[tuple[int | str, ...]]) -> None:
+    # Backwards: the removal of an item moves those behind it.
+    for *above, last in sorted(filter(None, paths), key=_sort_key, reverse=True):
+        holder = tree
+        for step in above:
+            holder = _value_at(holder, step)
+        if _has_value(holder, last):
+            del holder[last]  # type: ignore[attr-defined]
+
+
+def _sort_key(path: tuple[int | str, ...]) -> list[tuple[int, str]]:
+    return [(step, "") if isinstance(step, int) else (0, step) for step in path]
 
 
 def _value_at(holder: object, step: int | str) -> object:
@@ -128,11 +153,7 @@ def _value_at(holder: object, step: int | str) -> object:
     return None
 
 
-def _remove_value(holder: object, step: int | str) -> bool:
-    if isinstance(holder, dict) and step in holder:
-        del holder[step]
-        return True
-    if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
-        del holder[step]
-        return True
-    return False
+def _has_value(holder: object, step: int | str) -> bool:
+    if isinstance(holder, list):
+        return isinstance(step, int) and step < len(holder)
+    return isinstance(holder, dict) and step in holder

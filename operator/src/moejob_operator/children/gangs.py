@@ -11,7 +11,9 @@ from enum import StrEnum
 from typing import Any
 
 from moejob_api.contract.pods import Label, PodRole
-from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES, GangScheduler, Lifecycle
+from moejob_api.job import Spec
+from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES, GangScheduler
+from moejob_api.rules.limits import is_among
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import Attempt, job_metadata
 from moejob_operator.children.placement import pods_per_group
@@ -44,14 +46,21 @@ class GangMarks:
     spec: dict[str, Any] = field(default_factory=dict)
 
 
-def chosen_gang(lifecycle: Lifecycle, apis: frozenset[GangApi]) -> GangScheduler:
-    """The gang scheduler of a job, never Auto."""
+def chosen_gang(spec: Spec, apis: frozenset[GangApi], schedulers: tuple[str, ...] | None) -> GangScheduler:
+    """The gang scheduler of a job, never Auto, which stays within the schedulers that jobs may ask for."""
+    lifecycle = spec.lifecycle
     if lifecycle.gang is not GangScheduler.AUTO:
         return lifecycle.gang
     if lifecycle.queue is not None:
         only_volcano = GangApi.VOLCANO in apis and GangApi.KUEUE not in apis
-        return GangScheduler.VOLCANO if only_volcano else GangScheduler.KUEUE
+        is_allowed = schedulers is None or is_among(volcano_scheduler(spec), schedulers)
+        return GangScheduler.VOLCANO if only_volcano and is_allowed else GangScheduler.KUEUE
     return GangScheduler.NATIVE if GangApi.NATIVE in apis else GangScheduler.NONE
+
+
+def volcano_scheduler(spec: Spec) -> str:
+    """The scheduler of a job's pods under Volcano."""
+    return spec.resources.scheduler_name or GANG_SCHEDULER_NAMES[GangScheduler.VOLCANO]
 
 
 def missing_api(gang: GangScheduler, apis: frozenset[GangApi]) -> GangApi | None:

@@ -37,6 +37,8 @@ class OperatorSetting:
     images: Images
     gang_apis: frozenset[GangApi] = frozenset()
     network: JobNetwork | None = None
+    # The schedulers that jobs may ask for; None allows any.
+    schedulers: tuple[str, ...] | None = None
     # Labels of the nodes with GPUs of a type.
     gpu_nodes: Mapping[GpuType, Mapping[str, str]] = field(default_factory=dict)
 
@@ -177,7 +179,9 @@ def spec_and_layout(s: ObservedState) -> tuple[Spec, Layout]:
 def gang_scheduler(s: ObservedState) -> GangScheduler:
     """The gang scheduler of the job."""
     spec, _ = spec_and_layout(s)
-    return chosen_gang(spec.lifecycle, s.setting.gang_apis)
+    # A job that has its group already was accepted before the limit.
+    has_group = s.observation.job.name in s.observation.pod_groups
+    return chosen_gang(spec, s.setting.gang_apis, None if has_group else s.setting.schedulers)
 
 
 def present_attempt(s: ObservedState) -> Attempt:

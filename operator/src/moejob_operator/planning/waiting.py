@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moejob_operator.children.gangs import missing_api
+from moejob_operator.children.gangs import GangApi, missing_api, volcano_scheduler
 from moejob_operator.observed import ContainerEnd, Pod, VolumeClaimPhase
 from moejob_operator.planning.decision import Reason
-from moejob_operator.planning.observed_state import ObservedState, gang_scheduler
+from moejob_operator.planning.observed_state import ObservedState, gang_scheduler, spec_and_layout
 from moejob_operator.planning.timestamps import seconds_until
 
 # Reasons that a kubelet gives in every start.
@@ -57,6 +57,14 @@ def _missing_gang_api(s: ObservedState) -> WaitReason | None:
     api = missing_api(gang, s.setting.gang_apis)
     if api is None:
         return None
+    if api is GangApi.KUEUE and GangApi.VOLCANO in s.setting.gang_apis and s.setting.schedulers is not None:
+        spec, _ = spec_and_layout(s)
+        return WaitReason(
+            Reason.GANG_API_MISSING,
+            f"the queues of this cluster are Volcano's, whose scheduler {volcano_scheduler(spec)} is beyond its limits "
+            f"({', '.join(s.setting.schedulers) or 'none'}); remove queue, or ask those who run the operator for "
+            "limits.schedulers",
+        )
     return WaitReason(
         Reason.GANG_API_MISSING,
         f"lifecycle.gang {gang} needs {api}, which this cluster does not serve; install it, or create the job anew "

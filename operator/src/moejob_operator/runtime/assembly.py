@@ -94,7 +94,7 @@ def _build_queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = _job_network(settings) if settings.job_network_policy else None
     validator = Validator(partial(validate_spec, limits=settings.job_limits), settings.job_limits)
-    setting = OperatorSetting(images, gangs.served_apis, network, settings.gpu_nodes)
+    setting = OperatorSetting(images, gangs.served_apis, network, settings.limits.schedulers, settings.gpu_nodes)
     reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC))
 
     async def reconcile(key: JobKey) -> float | None:
