@@ -14,6 +14,7 @@ import yaml
 from charts import CHART, NAMESPACE, Helm, RenderedChart, Values
 from limit_cases import ALLOWED
 from moejob_api.contract.pods import MANAGED_BY, Label, PodPort
+from moejob_api.job.resources import GpuType
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import service_hosts
@@ -108,6 +109,14 @@ def test_one_value_bounds_what_pods_of_jobs_connect_to(told: Told) -> None:
 def test_the_operator_holds_jobs_to_the_limits_of_the_chart(told: Told, limits: Values) -> None:
     settings, _ = told({"limits": limits})
     assert settings.job_limits == JobLimits.model_validate({**limits, "unservedNamespaces": ["kube-*", NAMESPACE]})
+
+
+def test_the_table_of_gpu_types_on_the_page_is_taken_as_it_is(told: Told) -> None:
+    page = (CHART.parents[1] / "docs" / "operator.md").read_text()
+    [table] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if text.startswith("gpuNodes:")]
+    settings, _ = told(yaml.safe_load(table))
+    assert settings.gpu_nodes[GpuType.H100] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert told({})[0].gpu_nodes == {}
 
 
 def test_the_recipe_for_shared_clusters_is_taken_as_it_is(told: Told) -> None:

@@ -60,7 +60,7 @@ def settings() -> list[Any]:
     for page, text in blocks():
         shown = yaml.safe_load(text)
         # Values of the chart, whose tests read them.
-        if shown.keys() & {"limits", "networkPolicy"}:
+        if shown.keys() & {"limits", "networkPolicy", "gpuNodes"}:
             continue
         if "kind" not in shown:
             shown = merge_sections(JOB, {"spec": merge_sections(GRPO if "grpo" in shown else SFT, shown)})
