@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import yaml
 
@@ -96,7 +96,10 @@ class Validator:
         if cached is not None:
             return cached
         # The search for layouts that fit may take seconds, in which the event loop has to renew the Lease.
-        return self._validations.store(job.key, job.identity, await asyncio.to_thread(self._check_spec, job.spec))
+        validation = await asyncio.to_thread(self._check_spec, job.spec)
+        if job.problems:
+            validation = replace(validation, problems=(*job.problems, *validation.problems))
+        return self._validations.store(job.key, job.identity, validation)
 
     def forget(self, key: JobKey) -> None:
         """Drop the validation of a job that is gone."""

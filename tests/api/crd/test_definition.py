@@ -23,7 +23,7 @@ Schema = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def schema() -> Schema:
-    """The schema of the only version."""
+    """The schema of the stored version; the other has the same."""
     spec: Any = crd_definition()["spec"]
     found: Schema = spec["versions"][0]["schema"]["openAPIV3Schema"]
     return found
@@ -56,7 +56,15 @@ def test_every_reader_of_yaml_reads_the_same_file() -> None:
 
 def test_the_file_is_small_enough_for_client_side_apply() -> None:
     # What kubectl writes into an annotation, which takes 262,144 bytes: JSON, not the blanks that YAML is indented by.
-    assert len(json.dumps(crd_definition(), separators=(",", ":"))) < 100_000
+    assert len(json.dumps(crd_definition(), separators=(",", ":"))) < 200_000
+
+
+def test_both_versions_have_the_same_fields_and_the_first_releases_is_stored() -> None:
+    spec: Any = crd_definition()["spec"]
+    stored, newest = spec["versions"]
+    assert (stored["name"], newest["name"], spec["conversion"]) == ("v1alpha1", "v1beta1", {"strategy": "None"})
+    assert [version["storage"] for version in (stored, newest)] == [True, False]
+    assert stored | {"name": "v1beta1", "storage": False} == newest
 
 
 def test_no_pod_template_is_inside(schema: Schema) -> None:

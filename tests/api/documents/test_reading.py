@@ -218,7 +218,7 @@ def test_a_field_given_twice_is_named_with_its_path_and_both_lines() -> None:
         pytest.param(("kind: MoETrainingJob", "kind: moetrainingjob"), "kind", "write kind: MoETrainingJob", id="case"),
         pytest.param(("kind: MoETrainingJob\n", ""), "kind", "is missing; write kind: MoETrainingJob", id="no kind"),
         pytest.param(("kind: MoETrainingJob", "kind: 5"), "kind", "must be MoETrainingJob, not 5", id="kind 5"),
-        pytest.param(("v1alpha1", "v1"), "apiVersion", "the only version that this release reads", id="version"),
+        pytest.param(("v1alpha1", "v1"), "apiVersion", "the versions that this release reads", id="version"),
         pytest.param(
             ("apiVersion: moejob.dev/v1alpha1\n", ""), "apiVersion", "is missing; write apiV", id="no version"
         ),

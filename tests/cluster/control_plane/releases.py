@@ -102,17 +102,17 @@ def changed_chart(folder: Path, version: str, *, new_field: str) -> Path:
     (copy / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": version, "appVersion": version}))
     file = copy / "files" / "moetrainingjobs.yaml"
     definition = yaml.load(file.read_text(), yaml.CSafeLoader)
-    fields_of(definition)[new_field] = {"type": "string", "description": "Of the next version."}
+    for fields in fields_of(definition):
+        fields[new_field] = {"type": "string", "description": "Of the next version."}
     # In the order of the generated file: the chart puts its labels in where metadata begins.
     file.write_text(yaml.safe_dump(definition, sort_keys=False))
     return copy
 
 
-def fields_of(definition: Any) -> dict[str, Any]:
-    """The fields of a job's spec."""
-    [version] = definition["spec"]["versions"]
-    fields: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    return fields
+def fields_of(definition: Any) -> list[dict[str, Any]]:
+    """The fields of a job's spec, in each version."""
+    schemas = [version["schema"]["openAPIV3Schema"] for version in definition["spec"]["versions"]]
+    return [schema["properties"]["spec"]["properties"] for schema in schemas]
 
 
 def said_by_helm_test(installed: Release, url: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from moejob_api.crd.immutability import immutable_sections
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
-from moejob_api.job import GROUP, KIND, PLURAL, VERSION
+from moejob_api.job import BETA_VERSION, GROUP, KIND, PLURAL, VERSION
 from moejob_api.job.fields import JobField, job_fields
 
 # Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
@@ -38,6 +38,7 @@ _ATOMIC_MAP: Schema = {"x-kubernetes-map-type": "atomic"}
 
 def crd_definition() -> Schema:
     """The CustomResourceDefinition of a MoETrainingJob."""
+    fields = job_fields()
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -54,16 +55,20 @@ def crd_definition() -> Schema:
                 "categories": ["all"],
             },
             "scope": "Namespaced",
-            "versions": [_version_entry(job_fields())],
+            # Both versions have the same fields, so a change of apiVersion is all of a conversion.
+            "conversion": {"strategy": "None"},
+            # The older one is what etcd stores: a definition that lacks a stored version is refused, so a rollback to
+            # the first release would be.
+            "versions": [_version_entry(VERSION, fields, is_stored=True), _version_entry(BETA_VERSION, fields)],
         },
     }
 
 
-def _version_entry(job: JobField) -> Schema:
+def _version_entry(name: str, job: JobField, *, is_stored: bool = False) -> Schema:
     return {
-        "name": VERSION,
+        "name": name,
         "served": True,
-        "storage": True,
+        "storage": is_stored,
         "subresources": {"status": {}},
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})

@@ -17,7 +17,7 @@ from pydantic import JsonValue, ValidationError
 from moejob_api.documents.syntax import UnreadableError
 from moejob_api.documents.tree import parse_documents
 from moejob_api.documents.values import has_null, plain_fields
-from moejob_api.job import GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
+from moejob_api.job import API_VERSIONS, GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 # etcd holds 1.5 MiB at most.
@@ -79,7 +79,7 @@ def parse_spec(raw: object) -> Spec:
 
 def _parse_body(raw: Mapping[str, Any]) -> MoETrainingJob:
     tree = plain_fields({name: _known_metadata(name, value) for name, value in raw.items()})
-    if (tree.get("apiVersion"), tree.get("kind")) != (f"{GROUP}/{VERSION}", KIND):
+    if tree.get("apiVersion") not in API_VERSIONS or tree.get("kind") != KIND:
         from moejob_api.documents.wording import wrong_kind
 
         raise InvalidSpec((wrong_kind(tree),))

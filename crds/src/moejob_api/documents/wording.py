@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from moejob_api.documents.scalars import NotFiniteError, resolve_scalar
-from moejob_api.job import GROUP, KIND, VERSION
+from moejob_api.job import API_VERSIONS, KIND
 from moejob_api.job.fields import FieldKind, JobField, job_fields
 from moejob_api.problems import Problem, Rule
 
@@ -73,7 +73,7 @@ def _has_inner_problem(path: str, problems: Mapping[str, Problem]) -> bool:
 
 def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem:
     """Return the reason that an object is no MoETrainingJob of this version."""
-    version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), f"{GROUP}/{VERSION}"
+    version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), " or ".join(API_VERSIONS)
     if kind is None:
         return Problem(Rule.FIELD, "kind", f"is missing; write kind: {KIND}")
     if kind != KIND:
@@ -82,8 +82,8 @@ def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem:
         fix = f"write kind: {KIND}" if kind.lower() == KIND.lower() else "name the file of a job"
         return Problem(Rule.FIELD, "kind", f"this is a {_shorten_text(kind)}, not a {KIND}; {fix}")
     if version is None:
-        return Problem(Rule.FIELD, "apiVersion", f"is missing; write apiVersion: {wanted}")
-    message = f"must be {wanted}, the only version that this release reads, not {_shown_value(version)}"
+        return Problem(Rule.FIELD, "apiVersion", f"is missing; write apiVersion: {API_VERSIONS[0]}")
+    message = f"must be {wanted}, the versions that this release reads, not {_shown_value(version)}"
     return Problem(Rule.FIELD, "apiVersion", message)
 
 

@@ -1,5 +1,29 @@
 """The MoETrainingJob as frozen models, one file a topic. Types and bounds only; rules live in moejob_api.rules."""
 
-from moejob_api.job.job import GROUP, KIND, MAX_NAME, PLURAL, VERSION, Metadata, Method, MoETrainingJob, Spec
+from moejob_api.job.job import (
+    API_VERSIONS,
+    BETA_VERSION,
+    GROUP,
+    KIND,
+    MAX_NAME,
+    PLURAL,
+    VERSION,
+    Metadata,
+    Method,
+    MoETrainingJob,
+    Spec,
+)
 
-__all__ = ["GROUP", "KIND", "MAX_NAME", "PLURAL", "VERSION", "Metadata", "Method", "MoETrainingJob", "Spec"]
+__all__ = [
+    "API_VERSIONS",
+    "BETA_VERSION",
+    "GROUP",
+    "KIND",
+    "MAX_NAME",
+    "PLURAL",
+    "VERSION",
+    "Metadata",
+    "Method",
+    "MoETrainingJob",
+    "Spec",
+]

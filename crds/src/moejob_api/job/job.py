@@ -17,7 +17,11 @@ from moejob_api.job.storage import Checkpoint, Storage
 from moejob_api.job.training import Training
 
 GROUP = "moejob.dev"
+# The version that etcd stores, and that the operator speaks: also the definition of the first release serves it.
 VERSION = "v1alpha1"
+# docs/decisions/versions.md says why both have the same fields.
+BETA_VERSION = "v1beta1"
+API_VERSIONS = (f"{GROUP}/{BETA_VERSION}", f"{GROUP}/{VERSION}")
 KIND: Literal["MoETrainingJob"] = "MoETrainingJob"
 PLURAL = "moetrainingjobs"
 
@@ -75,7 +79,10 @@ class Metadata(ApiModel):
 class MoETrainingJob(ApiModel):
     """One training run of a Mixture-of-Experts (or dense) model on a cluster of GPUs."""
 
-    api_version: Annotated[Literal["moejob.dev/v1alpha1"], Field(description="moejob.dev/v1alpha1")]
+    api_version: Annotated[
+        Literal["moejob.dev/v1beta1", "moejob.dev/v1alpha1"],
+        Field(description="moejob.dev/v1beta1, or moejob.dev/v1alpha1 with the same fields."),
+    ]
     kind: Annotated[Literal["MoETrainingJob"], Field(description="MoETrainingJob")]
     metadata: Metadata
     spec: Annotated[Spec, Field(description="What to train, on what, and how.")]

@@ -11,8 +11,10 @@ import orjson
 from moejob_api import api_bodies
 from moejob_api.diagnosis.reading import read_status
 from moejob_api.documents import parse_job
+from moejob_api.documents.known_fields import known_fields
 from moejob_api.job import Spec
 from moejob_api.job.base import ApiModel
+from moejob_api.job.fields import job_fields
 from moejob_api.job.status import Status
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.cluster import JobKey, Raw
@@ -113,4 +115,16 @@ def _parse_spec(raw: Raw) -> ParsedSpec:
     try:
         return parse_job(body).spec, ()
     except InvalidSpec as refusal:
-        return None, refusal.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
+        return _parse_known_fields(body), refusal.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
+
+
+def _parse_known_fields(body: Raw) -> Spec | None:
+    """Return the spec without fields of a later definition, which fills its defaults into jobs that run already."""
+    spec = body.get("spec")
+    readable_spec = known_fields(spec, job_fields().fields["spec"])
+    if readable_spec == spec:
+        return None
+    try:
+        return parse_job({**body, "spec": readable_spec}).spec
+    except InvalidSpec:
+        return None
