@@ -90,6 +90,7 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/launcher/entry.py", "fdopen"): "standard output",
     (f"{CLI}/running/engines.py", "open"): "logs: nothing reads them but people",
     (f"{CLI}/running/processes.py", "open"): "logs: nothing reads them but people",
+    (f"{CLI}/running/decisions.py", "open"): "a log of lines, synced; its reader leaves half lines out",
     (f"{CLI}/running/folder.py", "open"): "run.lock is empty; `_write` syncs file and folders",
     (f"{CLI}/running/folder.py", "fdopen"): "`_write` syncs file and folders",
     (f"{CLI}/running/folder.py", "replace"): "`_write` syncs file and folders",

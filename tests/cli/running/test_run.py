@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.runs import DONE, STEPS, TWO_NODES, Act, Run, eventually
+from moejob_api.contract.record import read_record_lines
 
 MakeRun = Callable[..., Run]
 SAVES: Act = ["saves_when_asked"]
@@ -144,6 +145,20 @@ def test_a_launcher_that_dies_is_replaced_while_the_others_stay(run: MakeRun) ->
     assert "its launcher was killed by signal 9; launcher 1 is replaced" in ended.stdout
     assert (one.lives(0), one.lives(1)) == (1, 2)
     assert one.life(1, 1)["MOEJOB_ATTEMPT"] == one.life(1, 0)["MOEJOB_ATTEMPT"]
+
+
+def test_decisions_of_the_run_are_recorded_by_attempt(run: MakeRun) -> None:
+    one = run()
+    one.run([[STEPS, ["ends", 1]], [["resumes", 2], ["steps", 2], DONE]])
+    record = one.place / "record"
+    decisions = [
+        event.message
+        for path in sorted(record.glob("*/supervisor.jsonl"))
+        for event in read_record_lines(path.read_bytes().splitlines())
+    ]
+    assert len([*record.glob("attempt-*")]) == 2
+    assert "all ranks start again from the newest checkpoint" in decisions[0]
+    assert decisions[-1] == "the run ends: done"
 
 
 def test_without_pod_0_all_start_again_under_the_next_attempt(run: MakeRun) -> None:

@@ -93,6 +93,13 @@ def fail() -> int:
     return for_ever()
 
 
+def fail_with_secrets() -> int:
+    """Fail with the words of a library that could not log in."""
+    start()
+    sys.stderr.write(f"no access with {os.environ['MOEJOB_SECRET']} nor hf_abcdefghijklmnopqrstuvwxyz\n")
+    raise ValueError("https://me:hunter2@example.com refused")
+
+
 def fail_after_a_checkpoint() -> int:
     heartbeat = start()
     if rank() == 0:

@@ -19,6 +19,7 @@ from moejob_api.contract.pods import ExitCode, RunPhase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import RecoveryState
+from moejob_cli.running.decisions import DecisionRecord
 from moejob_cli.running.display import RunDisplay, RunView
 from moejob_cli.running.engines import RunEngines
 from moejob_cli.running.launchers import (
@@ -136,7 +137,9 @@ class Supervision:
         with self.requests.handle_signals(), self.display:
             try:
                 self._start_gang(after_seconds=0.0)
-                return self._watch_run()
+                result = self._watch_run()
+                DecisionRecord(self.starter.folder.path).add(self._attempt, f"the run ends: {result.message}")
+                return result
             finally:
                 end_launchers(self._launchers.values())
                 self._engines.end_engines()
@@ -189,20 +192,24 @@ class Supervision:
             case GiveUp(reason=reason):
                 return RunResult(final_exit_code(pods), reason)
             case RestartRanks(reason=reason):
-                self.display.report_event(f"{reason}; why is said in {self.starter.folder.logs}")
+                self._report_decision(f"{reason}; why is said in {self.starter.folder.logs}")
             case ReplacePods(pods=lost_pods, after_seconds=seconds, reason=reason):
                 names = ", ".join(map(str, lost_pods))
-                self.display.report_event(f"{reason}; launcher {names} is replaced{_delay_words(seconds)}")
+                self._report_decision(f"{reason}; launcher {names} is replaced{_delay_words(seconds)}")
                 end_launchers([self._launchers.pop(index) for index in lost_pods if index in self._launchers])
                 self._due_at |= dict.fromkeys(lost_pods, time.monotonic() + seconds)
             case ReplaceGang(after_seconds=seconds, reason=reason):
-                self.display.report_event(
+                self._report_decision(
                     f"{reason}; all ranks start again from the newest checkpoint{_delay_words(seconds)}"
                 )
                 self._start_gang(seconds)
             case _:
                 assert_never(decision)
         return None
+
+    def _report_decision(self, sentence: str) -> None:
+        self.display.report_event(sentence)
+        DecisionRecord(self.starter.folder.path).add(self._attempt, sentence)
 
     def _start_gang(self, after_seconds: float) -> None:
         end_launchers(self._launchers.values())
@@ -246,7 +253,7 @@ class Supervision:
         self._pending_stop = _PendingStop(
             exit_code, why, time.monotonic() + GRACE_SECONDS + _FROZEN_SECONDS, max(1, len(self.requests.signals))
         )
-        self.display.report_event(f"{why}: saving; {hint}" if hint else f"{why}: saving")
+        self._report_decision(f"{why}: saving; {hint}" if hint else f"{why}: saving")
         for launcher in self._launchers.values():
             with suppress(ProcessLookupError):
                 launcher.send_signal(signal.SIGTERM)

@@ -67,6 +67,8 @@ class Environment(StrEnum):
     RENDEZVOUS_HOST = "MOEJOB_RENDEZVOUS_HOST"
     # Own host name as the others can resolve it.
     HOST = "MOEJOB_HOST"
+    # Name of the node, for the record of the run. Absent on a machine that is no node of a cluster.
+    NODE = "MOEJOB_NODE"
     RUN_FOLDER = "MOEJOB_RUN_FOLDER"
     GRACE_SECONDS = "MOEJOB_GRACE_SECONDS"
     PROGRESS_PORT = "MOEJOB_PROGRESS_PORT"
@@ -130,6 +132,8 @@ class RunFile(StrEnum):
     TEMPLATE = "template"
     EXPORT = "export"
     LOGS = "logs"
+    # Events of every launcher, by attempt: moejob_api.contract.record.
+    RECORD = "record"
     # Commits that names on the Hugging Face hub stood for when the run first asked; later starts use these.
     HUB = "hub.json"
     # Traces of the steps that training.profile names.

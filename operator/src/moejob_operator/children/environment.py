@@ -22,6 +22,8 @@ def environment_variables(attempt: Attempt, role: PodRole, index: int) -> list[d
         *(_job_variable(variable) for variable in attempt.spec.resources.env),
         *({"name": name, "value": value} for name, value in torchrun.items()),
         *({"name": name.value, "value": value} for name, value in _contract_variables(attempt, contract).items()),
+        # The scheduler chooses the node after the manifest is made.
+        {"name": Environment.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {
             "name": Environment.SECRET.value,
             "valueFrom": {"secretKeyRef": {"name": attempt.access_name, "key": SECRET_KEY}},

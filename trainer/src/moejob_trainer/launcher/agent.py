@@ -50,7 +50,9 @@ from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.preload import LostForkServer
 from moejob_trainer.launcher.rank_processes import RankProcesses
+from moejob_trainer.launcher.record import LauncherRecord
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
+from moejob_trainer.launcher.round_record import RoundRecord, needs_stacks
 from moejob_trainer.launcher.stop import StopRequest, StopRequested
 from moejob_trainer.launcher.store import LostPeers
 from moejob_trainer.runtime.environment import STORE_PORT
@@ -98,8 +100,11 @@ class LostRunFolder(Exception):
 class Agent:
     """One launcher. `run` may be called once."""
 
-    def __init__(self, pod: TrainerPod, options: Options, stop: StopRequest, ranks: RankProcesses) -> None:
+    def __init__(
+        self, pod: TrainerPod, options: Options, stop: StopRequest, ranks: RankProcesses, record: LauncherRecord
+    ) -> None:
         self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
+        self._record = RoundRecord(record, pod, ranks)
         self._rendezvous = Rendezvous(pod, stop, options.lost_seconds)
         self._board: HeartbeatBoard | None = None
         self._fence_token: FenceToken | None = None
@@ -116,7 +121,9 @@ class Agent:
 
     def run(self) -> ExitReport:
         """Run rounds until the job is done or this pod cannot continue."""
+        self._record.add_start()
         report = self._run_until_exit()
+        self._record.add_end(report)
         # The last reply of /progress was about an earlier step.
         fields = {"run": self._reported_run(), "restarts": self._restarts, "fault": self._fault}
         return replace(report, termination=report.termination.model_copy(update=fields))
@@ -141,6 +148,7 @@ class Agent:
         finally:
             self._ranks.kill()
             self._ranks.reap()
+            self._record.add_last_lines()
 
     def read_progress(self) -> PodProgress:
         """Return the progress of the pod. Called from other threads."""
@@ -203,6 +211,7 @@ class Agent:
 
     def _run_round(self, current: Round, timing: LauncherTiming) -> ExitReport | None:
         self._start_ranks(current, timing)
+        self._record.add_round(current.number, timing)
         result = self._watch_ranks(current)
         if isinstance(result, AllRanksEnded):
             peer_ending = self._await_peers(current, result)
@@ -212,9 +221,13 @@ class Agent:
         self._gap_began_at = time.monotonic()
         self._enter_phase(RunPhase.IMPORTING)
         self._is_gathering = True
+        if needs_stacks(result):
+            self._ranks.dump_stacks()
         self._ranks.kill()
+        self._record.add_result(result)
         report = self._handle_result(current, result)
         self._ranks.reap()
+        self._record.add_last_lines()
         return report
 
     def _prepare_round(self, number: int) -> int:
@@ -285,6 +298,7 @@ class Agent:
         pause = poll_seconds(self._pod.nodes, _WATCH_SECONDS) if self._pod.nodes > 1 else _POLL_SECONDS
         while True:
             self._ranks.wait(self._stop, pause)
+            self._record_progress()
             result = (
                 self._check_exits()
                 or self._overdue_stop()
@@ -294,6 +308,12 @@ class Agent:
             result = result or self._find_refused_engine() or self._find_lost_store()
             if result is not None:
                 return result
+
+    def _record_progress(self) -> None:
+        if self._stop.times:
+            self._record.add_stop_request(self._latest_step())
+        if self._pod.is_first and self._board is not None:
+            self._record.add_phase(self._slowest_phase(self._board.read())[0])
 
     def _check_exits(self) -> Fault | AllRanksEnded | None:
         exits = dict(self._ranks.exits)
@@ -341,7 +361,8 @@ class Agent:
         ranks = sorted(self._ranks.pids)
         reason = "was asked to stop again" if not is_over else f"had {self._save_seconds():.0f} s"
         message = f"{_ranks_text(ranks)} had not saved when the pod {reason}"
-        return Fault(FailureCause.RANK_FAILED, message, ranks[0] if ranks else None, None, self._latest_step())
+        blamed_rank = ranks[0] if ranks else None
+        return Fault(FailureCause.RANK_FAILED, message, blamed_rank, None, self._latest_step(), was_asked_to_save=True)
 
     def _ending_from_peers(self, current: Round) -> Ending | None:
         """An ending that came from another pod."""
@@ -399,6 +420,7 @@ class Agent:
         if my_ending.pod_leaves:
             return ExitReport(launcher_exit_code(my_ending), build_termination(my_ending))
         self._restarts, self._fault = self._restarts + 1, rank_fault(my_ending)
+        self._record.add_restart(my_ending)
         return None
 
     def _end_round(self, current: Round, fault: Fault) -> tuple[Ending, Ending]:

@@ -26,6 +26,8 @@ class Fault:
     rank: int | None = None
     exit_code: int | None = None
     step: int | None = None
+    # The ranks live, and have not saved in time.
+    was_asked_to_save: bool = False
 
 
 @dataclass(frozen=True, slots=True)

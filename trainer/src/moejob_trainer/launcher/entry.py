@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
+
+# A rank that gets it writes the stacks of its threads to standard error, and continues. Python need not run for that.
+STACKS = signal.SIGUSR2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ def enter_rank(rank: RankCommand, output: Connection, errors: Connection) -> Non
 
 def run(target: str) -> int:
     """Run the function of a rank, and return its exit code. What is not installed is missing at the next try, too."""
+    faulthandler.register(STACKS, all_threads=True)
     module, _, function = target.partition(":")
     try:
         main: Callable[[], int] = getattr(importlib.import_module(module), function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moejob_api.contract.pod_environment import BadEnvironment, read_environment
 from moejob_api.contract.pods import ExitCode, PodOutcome, TerminationMessage
@@ -16,6 +17,7 @@ from moejob_trainer.launcher.memory import pinned_limit_bytes, pinning_trouble
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
+from moejob_trainer.launcher.record import LauncherRecord, open_record
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.temporary_files import launcher_folder
 from moejob_trainer.launcher.termination_message import write_termination
@@ -33,7 +35,11 @@ def launch_pod(environ: Mapping[str, str], options: Options, stop: StopRequest) 
             log.warning(trouble)
         engines = PodEngines(engine_commands(pod, environ), options.logs)
         try:
-            report = _run_agent(pod, options, stop, engines)
+            record = open_record(pod, environ)
+            try:
+                report = _run_agent(pod, options, stop, PodParts(engines, record))
+            finally:
+                record.close()
         finally:
             engines.stop()
     except BadEnvironment as error:
@@ -48,14 +54,22 @@ def launch_pod(environ: Mapping[str, str], options: Options, stop: StopRequest) 
     return report.exit_code
 
 
-def _run_agent(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
+@dataclass(frozen=True, slots=True)
+class PodParts:
+    """The parts of a pod beside its ranks."""
+
+    engines: PodEngines
+    record: LauncherRecord
+
+
+def _run_agent(pod: TrainerPod, options: Options, stop: StopRequest, parts: PodParts) -> ExitReport:
     with launcher_folder() as folder:
-        ranks = RankProcesses(folder, options, engines)
+        ranks = RankProcesses(folder, options, parts.engines)
         # Engines start during the imports for ranks, and read no weights before ranks send them.
-        engines.keep_running()
+        parts.engines.keep_running()
         # Imported objects stay, and a collection over them would delay replies to other pods.
         gc.freeze()
-        agent = Agent(pod, options, stop, ranks)
+        agent = Agent(pod, options, stop, ranks, parts.record)
         server = ProgressServer(pod.listens_on, pod.progress_port, agent.read_progress)
         try:
             return agent.run()

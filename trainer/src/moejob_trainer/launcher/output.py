@@ -10,12 +10,14 @@ import re
 import selectors
 import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moejob_api.contract.pods import escaped_lines
+from moejob_api.contract.record import MOST_LINES
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
@@ -79,6 +81,8 @@ class RankOutput:
 
     def __init__(self, readers: Mapping[int, tuple[Connection, Connection]], logs: Path | None) -> None:
         self._last_lines: dict[int, str] = {}
+        # Of both streams, for the record of the run.
+        self._tails: dict[int, deque[str]] = {rank: deque(maxlen=MOST_LINES) for rank in readers}
         self._end_events = {rank: threading.Event() for rank in readers}
         self._files = {rank: _LogFile(logs / f"rank-{rank}.log") for rank in readers} if logs is not None else {}
         self._selector = selectors.DefaultSelector()
@@ -94,6 +98,10 @@ class RankOutput:
         """The last line of standard error of a rank that has ended; empty when it had nothing to complain about."""
         self._end_events[rank].wait(timeout=_LAST_WORD_SECONDS)
         return self._last_lines.get(rank, "")
+
+    def read_tail(self, rank: int) -> Sequence[str]:
+        """Return the last lines of a rank, the newest last."""
+        return list(self._tails.get(rank, ()))
 
     def read_to_end(self) -> None:
         """Read the rest once the ranks have ended. It waits 5 s at most: children of ranks may hold the pipes open."""
@@ -139,6 +147,7 @@ class RankOutput:
         if stream.is_errors and line.strip():
             self._last_lines[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
         line = shown_line(line)
+        self._tails[stream.rank].append(line.decode(errors="replace").rstrip("\r\n")[:_LAST_LINE_CHARACTERS])
         if stream.rank in self._files:
             self._files[stream.rank].write(line)
         try:

@@ -37,6 +37,7 @@ class TrainerPod(BaseModel):
     rendezvous_host: _NonEmpty
     rendezvous_port: _PortNumber
     host: _NonEmpty
+    node: str = ""
     run_folder: Path
     grace_seconds: Annotated[int, Field(ge=1)]
     progress_port: _PortNumber

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from moejob_trainer.launcher.engine_processes import EngineRefusal, PodEngines
-from moejob_trainer.launcher.entry import RankCommand, enter_rank
+from moejob_trainer.launcher.entry import STACKS, RankCommand, enter_rank
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.orphans import Orphans
@@ -34,6 +34,8 @@ _REAP_SECONDS = 20.0
 _UNSEEN = 255
 # The kernel closes the files of a process before it calls it ended.
 _DYING_SECONDS = 0.5
+# A rank writes its stacks within milliseconds, or is stopped and never will.
+_STACKS_SECONDS = 0.3
 
 
 class RankProcesses:
@@ -48,6 +50,8 @@ class RankProcesses:
         self._store = RanksStore(self._context)
         self._processes: dict[int, ForkServerProcess] = {}
         self._output: RankOutput | None = None
+        # Of the last start, also once its ranks are reaped.
+        self._last_output: RankOutput | None = None
         self._pids: Mapping[int, int] = {}
         self._exits: Mapping[int, int] = {}
 
@@ -77,7 +81,7 @@ class RankProcesses:
             writers += [output_end, errors_end]
         for writer in writers:
             writer.close()
-        self._output = RankOutput(readers, self._logs)
+        self._output = self._last_output = RankOutput(readers, self._logs)
         self._poll()
         log.info("ranks started", ranks=[rank.number for rank in ranks], pids=list(self._pids.values()))
 
@@ -109,6 +113,21 @@ class RankProcesses:
     def last_line(self, rank: int) -> str:
         """Return the last line that a rank wrote to standard error."""
         return "" if self._output is None else self._output.last_line(rank)
+
+    def read_tail(self, rank: int) -> Sequence[str]:
+        """Return the last lines of a rank of the last start."""
+        return () if self._last_output is None else self._last_output.read_tail(rank)
+
+    def dump_stacks(self) -> None:
+        """Let every living rank write the stacks of its threads to its standard error, and wait a moment for them.
+
+        For ranks that are killed next: a rank that has not started yet dies of the signal.
+        """
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACKS)
+        if self._pids:
+            time.sleep(_STACKS_SECONDS)
 
     def terminate(self) -> None:
         """Ask every rank to save and stop; its own children are its to stop."""

@@ -68,6 +68,16 @@ class Disk:
                 while written_bytes < len(block):
                     written_bytes += file.write(block[written_bytes:])
 
+    def append(self, path: Path, content: bytes) -> None:
+        """Add to the end of a log of lines, which is made if need be, for its user alone."""
+        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            while content:
+                content = content[os.write(descriptor, content) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def sync(self, path: Path) -> None:
         """Make a file's content, or a folder's names, survive a loss of power."""
         descriptor = os.open(path, os.O_RDONLY)
