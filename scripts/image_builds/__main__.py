@@ -18,7 +18,7 @@ from image_builds.engines import BuildError, engine
 from image_builds.recipes import ROOT, Order, Recipe, Tree, UnknownImageError, chosen, labels, reference
 
 # Those that the chart names.
-DEFAULT = "operator trainer rollout"
+DEFAULT = "operator trainer rollout trainer-colocated"
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 

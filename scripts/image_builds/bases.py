@@ -76,7 +76,8 @@ def _checked(images: Iterable[str], digests: Mapping[str, str]) -> int:
     missing = [image for image in images if image not in digests]
     for image in missing:
         _say(
-            f"{image} has no digest in {FILE}; run `make bases` where its registry can be reached, and commit the file"
+            f"{image} has no digest in {FILE}; run the workflow bases, or `make bases` where its registry can be "
+            "reached, and commit the file"
         )
     return 1 if missing else 0
 

@@ -1,17 +1,20 @@
-"""Workflows run what they name: steps of others by commit, make targets that exist, images that are signed."""
+"""Workflows run to their end beside stand-ins of the world outside: images and chart are pushed and signed."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from checkouts import copy_checkout
+from image_builds.bases import main as write_bases
 from image_builds.recipes import ROOT
+from workflow_emulation import Emulation, write_stand_ins
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yaml"))
 
@@ -36,84 +39,162 @@ def test_a_make_target_that_a_step_runs_is_there(workflow: Path) -> None:
         assert f"\n{target}:" in makefile
 
 
-RELEASE = steps(ROOT / ".github" / "workflows" / "release.yaml")
+RELEASE, IMAGES, BASES = (ROOT / ".github" / "workflows" / f"{name}.yaml" for name in ("release", "images", "bases"))
 DIGEST = f"sha256:{'a' * 64}"
 PREFIX, TAG = "ghcr.io/team/moejob", f"v{(ROOT / 'VERSION').read_text().strip()}"
+CONTEXT = {
+    "github.token": "a-token",
+    "github.actor": "somebody",
+    "github.repository": "team/moejob",
+    "github.ref": f"refs/tags/{TAG}",
+    "github.ref_name": TAG,
+}
+RELEASED = ("operator", "trainer", "trainer-colocated", "rollout")
+PUSHED = f'[ "$1" != inspect ] || echo {PREFIX}/an-image@{DIGEST}'
+# As helm says it.
+CHART = f'[ "$1" != push ] || {{ echo "Pushed: moejob:1" >&2; echo "Digest: {DIGEST}" >&2; }}'
+# Of the world outside, which a test must not touch; make, git and the scripts of this tree are the real ones.
+OUTSIDE = {"docker": PUSHED, "helm": CHART, "cosign": "", "gh": "", "sudo": "", "kind": "", "kubectl": ""}
 
 
-def ran(tmp_path: Path, script: str, programs: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a script as GitHub does, with these programs; its end, what it wrote for later steps, and calls in order."""
-    for name, content in programs.items():
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"$LOG"\n{content}\n')
-        (tmp_path / name).chmod(0o755)
-    variables = {name: tmp_path / name.lower() for name in ("GITHUB_OUTPUT", "LOG")}
-    for file in variables.values():
-        file.touch()
-    ended = subprocess.run(
-        ["/bin/bash", "-e", "-c", re.sub(r"\$\{\{.*?\}\}", "", script)],
-        check=False,
-        capture_output=True,
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PREFIX": PREFIX, "TAG": TAG}
-        | {name: str(file) for name, file in variables.items()},
-    )
-    return ended.returncode, variables["GITHUB_OUTPUT"].read_text(), variables["LOG"].read_text()
+@pytest.fixture
+def emulate(tmp_path: Path) -> Callable[..., Emulation]:
+    """A workflow in a copy of this checkout; a base without a digest there has none."""
+
+    def emulation(workflow: Path, *, has_bases: bool = True, **programs: str) -> Emulation:
+        checkout = copy_checkout(tmp_path / "checkout")
+        if has_bases:
+            assert write_bases([], checkout, lambda _: DIGEST) == 0
+        stand_ins = write_stand_ins(tmp_path / "stand-ins", OUTSIDE | programs)
+        return Emulation(workflow, checkout, stand_ins, CONTEXT)
+
+    return emulation
 
 
-def test_a_release_without_the_digests_of_its_bases_ends_before_it_builds() -> None:
-    said = [step.get("run", "") for step in RELEASE]
-    checks, builds = (next(i for i, run in enumerate(said) if word in run) for word in ("make bases", "make images"))
-    assert said[checks] == "make bases ARGS=--check"
-    assert checks < builds
-    # By which a build would take others.
-    assert not re.search(r"\b(BASE|RUNTIME)=", "\n".join(said))
+# --- release --------------------------------------------------------------------------------------------------------
 
 
-def test_images_are_pushed_under_the_tag_that_the_chart_asks_for(tmp_path: Path) -> None:
-    [script] = [step["run"] for step in RELEASE if step.get("id") == "images"]
-    docker = f'[ "$1" = push ] || echo {PREFIX}/an-image@{DIGEST}'
-    code, outputs, log = ran(tmp_path, script, {"docker": docker, "make": ""})
-    assert code == 0
-    assert outputs == "".join(f"{image}={DIGEST}\n" for image in ("operator", "trainer", "rollout"))
+def test_a_release_without_the_digests_of_its_bases_ends_with_that_sentence_and_pushes_nothing(
+    emulate: Callable[..., Emulation],
+) -> None:
+    release = emulate(RELEASE, has_bases=False)
+    [bases] = release.run()
+    assert bases.failed
+    assert "has no digest in images/bases.txt; run the workflow bases" in bases.output
+    assert release.calls() == []
+
+
+def test_a_release_pushes_and_signs_each_image_of_the_chart_by_its_digest(emulate: Callable[..., Emulation]) -> None:
+    release = emulate(RELEASE)
+    jobs = release.run()
+    assert [job.name for job in jobs if job.failed] == []
+    assert [job.name for job in jobs] == ["bases", *(f"image {image}" for image in RELEASED), "chart"]
+    calls = release.calls()
     version = yaml.safe_load((ROOT / "charts/moejob/Chart.yaml").read_text())["appVersion"]
-    pushed = [line.removeprefix("docker push ") for line in log.splitlines() if line.startswith("docker push")]
-    assert pushed == [f"{PREFIX}/moejob-{image}:{version}" for image in ("operator", "trainer", "rollout")]
+    named = yaml.safe_load((ROOT / "charts/moejob/values.yaml").read_text())["images"]
+    wanted = {named[name] for name in ("operator", "trainer", "trainerColocated", "rollout")}
+    pushed = [call.removeprefix("docker push ") for call in calls if call.startswith("docker push ")]
+    assert {*pushed} == {f"{PREFIX}/{image}:{version}" for image in wanted}
+    signed = [call.removeprefix("cosign sign --yes ") for call in calls if call.startswith("cosign")]
+    assert {*signed} == {f"{PREFIX}/{image}@{DIGEST}" for image in wanted} | {f"{PREFIX}/charts/moejob@{DIGEST}"}
+
+
+def test_images_are_built_on_the_digests_of_their_bases(emulate: Callable[..., Emulation]) -> None:
+    release = emulate(RELEASE)
+    release.run()
+    builds = [call for call in release.calls() if call.startswith("docker buildx build")]
+    assert len(builds) == len(RELEASED)
+    assert all("--build-arg BASE=docker.io/library/python:" in call and f"@{DIGEST}" in call for call in builds)
+
+
+def test_the_notes_of_a_release_are_those_of_its_version(emulate: Callable[..., Emulation]) -> None:
+    release = emulate(RELEASE)
+    release.run()
+    assert release.calls()[-1] == f"gh release create {TAG} --title {TAG} --notes-file notes.md moejob-{TAG[1:]}.tgz"
+    notes = (release.checkout / "notes.md").read_text()
+    assert "\n## " not in notes
+    assert notes.strip() in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("broken", ["an-image", f"{PREFIX}/an-image@latest"], ids=["no digest", "something else"])
+def test_an_image_without_a_digest_ends_the_release_before_its_chart(
+    emulate: Callable[..., Emulation], broken: str
+) -> None:
+    release = emulate(RELEASE, docker=f'[ "$1" != inspect ] || echo {broken}')
+    jobs = release.run()
+    assert [job.name for job in jobs if job.failed] == [f"image {image}" for image in RELEASED]
+    assert not any(call.startswith(("helm", "cosign", "gh")) for call in release.calls())
 
 
 @pytest.mark.parametrize(
-    ("push", "outputs"),
-    [
-        # As helm says it.
-        pytest.param(f'echo "Pushed: moejob:1" >&2; echo "Digest: {DIGEST}" >&2', f"digest={DIGEST}\n", id="a digest"),
-        pytest.param("exit 1", None, id="a registry that takes none"),
-        pytest.param('echo "Pushed: moejob:1"', None, id="no digest"),
-        pytest.param('echo "Digest: latest"', None, id="something else"),
-    ],
+    "push", ["exit 1", 'echo "Pushed: moejob:1"', 'echo "Digest: latest"'], ids=["refused", "no digest", "another word"]
 )
-def test_a_chart_is_released_by_its_digest_or_not_at_all(tmp_path: Path, push: str, outputs: str | None) -> None:
-    [script] = [step["run"] for step in RELEASE if step.get("id") == "chart"]
-    code, wrote, _ = ran(tmp_path, script, {"helm": f'[ "$1" != push ] || {{ {push}; }}'})
-    assert (code == 0) is (outputs is not None)
-    assert wrote == (outputs or "")
-
-
-def test_the_chart_is_signed_by_its_digest(tmp_path: Path) -> None:
-    [step] = [step for step in RELEASE if step.get("name") == "Sign the chart"]
-    assert step["env"] == {"DIGEST": "${{ steps.chart.outputs.digest }}"}
-    _, _, log = ran(tmp_path, f"DIGEST={DIGEST}\n{step['run']}", {"cosign": ""})
-    assert log == f"cosign sign --yes {PREFIX}/charts/moejob@{DIGEST}\n"
+def test_a_chart_is_released_by_its_digest_or_not_at_all(emulate: Callable[..., Emulation], push: str) -> None:
+    release = emulate(RELEASE, helm=f'[ "$1" != push ] || {{ {push}; }}')
+    assert [job.name for job in release.run() if job.failed] == ["chart"]
+    assert not any("charts/moejob@" in call or call.startswith("gh") for call in release.calls())
 
 
 def test_everything_that_is_pushed_is_attested_by_its_digest() -> None:
-    [images] = [step["run"] for step in RELEASE if step.get("id") == "images"]
-    released = {
-        f"${{{{ env.PREFIX }}}}/moejob-{image}": f"${{{{ steps.images.outputs.{image} }}}}"
-        for image in re.findall(r'IMAGES="([^"]*)"', images)[0].split()
-    }
     attested = {
         step["with"]["subject-name"]: step["with"]["subject-digest"]
-        for step in RELEASE
+        for step in steps(RELEASE)
         if "subject-name" in step.get("with", {})
     }
-    chart = {"${{ env.PREFIX }}/charts/moejob": "${{ steps.chart.outputs.digest }}"}
-    assert attested == released | chart
+    assert attested == {
+        "${{ env.PREFIX }}/moejob-${{ matrix.image }}": "${{ steps.image.outputs.digest }}",
+        "${{ env.PREFIX }}/charts/moejob": "${{ steps.chart.outputs.digest }}",
+    }
+
+
+# --- bases, images --------------------------------------------------------------------------------------------------
+
+
+def git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
+
+
+def test_bases_are_proposed_once_and_a_proposal_that_is_open_is_renewed(emulate: Callable[..., Emulation]) -> None:
+    found = f"echo python:3.11@{DIGEST} >images/bases.txt"
+    proposal = emulate(
+        BASES, has_bases=False, make=found, gh='[ "$2" != view ] || [ ! -e "$HOME/is-open" ] || echo OPEN'
+    )
+    git(proposal.checkout, "init", "--quiet", "--initial-branch=main")
+    git(proposal.checkout, "add", ".")
+    git(proposal.checkout, "commit", "--quiet", "--message=all")
+    git(proposal.checkout, "init", "--quiet", "--bare", "../origin")
+    git(proposal.checkout, "remote", "add", "origin", "../origin")
+    [job] = proposal.run()
+    assert not job.failed, job.output
+    assert git(proposal.checkout, "ls-remote", "origin").endswith("refs/heads/bases\n")
+    assert git(proposal.checkout, "show", "--name-only", "--format=%s") == (
+        "images: take the bases of today\n\nimages/bases.txt\n"
+    )
+    assert [call.split()[:3] for call in proposal.calls() if call.startswith("gh")][1:] == [["gh", "pr", "create"]]
+    (proposal.stand_ins / "is-open").touch()
+    (proposal.stand_ins / "log").unlink()
+    write_stand_ins(proposal.stand_ins, {"make": f"{found}; echo other:1@{DIGEST} >>images/bases.txt"})
+    assert not proposal.run()[0].failed
+    assert [call.split()[:3] for call in proposal.calls() if call.startswith("gh")] == [["gh", "pr", "view"]]
+    assert "all bases are those of today" in proposal.run()[0].output
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_the_demo_in_kind_is_run_and_a_failure_is_described(emulate: Callable[..., Emulation], phase: str) -> None:
+    kubectl = f"[[ $* != *jsonpath=*status.phase* ]] || echo {phase}"
+    images = emulate(IMAGES, kubectl=kubectl)
+    [job] = images.run()
+    assert job.failed is (phase == "Failed"), job.output
+    described = [name for name, _ in job.steps if name.startswith("What there was")]
+    assert len(described) == (phase == "Failed")
+    assert any(call.startswith("kind load docker-image") for call in images.calls())
+
+
+@pytest.mark.parametrize("name", ["audit", "ci", "docs"])
+def test_what_else_workflows_run_can_be_started(name: str) -> None:
+    """These take minutes, or ask PyPI: bash reads the script, and make says what it would do."""
+    scripts = [step["run"] for step in steps(ROOT / ".github" / "workflows" / f"{name}.yaml") if "run" in step]
+    for script in scripts:
+        tried = ["bash", "-n", script] if script.startswith(".ci/") else [*script.split(), "--dry-run"]
+        subprocess.run(tried, cwd=ROOT, check=True, capture_output=True)
