@@ -276,6 +276,43 @@ def explain_jobs(
     raise typer.Exit(CommandExit.REFUSED if has_obstacle else CommandExit.ACCEPTED)
 
 
+@app.command("board", short_help="Show runs in the browser.")
+def serve_runs(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS...]", help="Run folders, or folders of them. Default: runs.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8265,
+) -> None:
+    """Show curves, failures, answers and layout of runs in the browser, from their files alone; Ctrl-C ends it."""
+    from moejob_cli.board.commands import serve_board
+
+    try:
+        server = serve_board(runs or [], port)
+    except OSError as error:
+        typer.echo(f"error: port {port} cannot be used: {error.strerror}; name another one with --port", err=True)
+        raise typer.Exit(CommandExit.REFUSED) from None
+    typer.echo(server.url)
+    with server:
+        server.serve_forever()
+
+
+@app.command("report", short_help="Write the page of a run as one file.")
+def write_run_report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    html: Annotated[Path, typer.Option("--html", help="The file to write, for any browser and without a server.")],
+) -> None:
+    """Write curves, failures, answers and layout of runs as one HTML file, which loads nothing from elsewhere."""
+    from moejob_cli.board.commands import write_report
+
+    try:
+        size = write_report(runs, html)
+    except OSError as error:
+        typer.echo(f"error: {html} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(CommandExit.REFUSED) from None
+    typer.echo(f"wrote {html} ({size / 1e6:.1f} MB)", err=True)
+
+
 @app.command("data", short_help="Show what the model will see of the data.")
 def preview_data(
     file: Annotated[
