@@ -1,6 +1,6 @@
 """Makes the two bases of images from Debian's packages, where no registry of images can be reached.
 
-They are what the Dockerfiles name: Debian 12 with its Python 3.11, whole for trainers, and for the operator without a
+They are what the Dockerfiles name: Debian 13 with its Python 3.13, whole for trainers, and for the operator without a
 shell, a package manager or anything else that it does not run.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from image_builds.recipes import TIMESTAMP
 
-SUITE = "bookworm"
+SUITE = "trixie"
 # What people read; copyrights stay. Lists of packages go out of date and are fetched again by those who install more.
 _LEFT_OUT = (
     "--dpkgopt=path-exclude=/usr/share/doc/*",
@@ -57,8 +57,9 @@ class Base:
 
 
 # libstdc++ is there as apt's; torch needs it.
-BASE = Base("base", "minbase", ("ca-certificates", "python3.11"))
-RUNTIME = Base("runtime", "extract", ("python3.11",))
+BASE = Base("base", "minbase", ("ca-certificates", "python3.13"))
+# base-files has the links by which programs find their loader: /lib64 is one to usr/lib64.
+RUNTIME = Base("runtime", "extract", ("base-files", "python3.13"))
 
 
 def archive(base: Base, folder: Path) -> Path:

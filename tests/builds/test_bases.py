@@ -22,7 +22,7 @@ from image_builds.registries import UnknownDigestError, digest_of
 
 MANIFEST = b'{"schemaVersion": 2, "manifests": []}'
 DIGEST = f"sha256:{hashlib.sha256(MANIFEST).hexdigest()}"
-PYTHON, DISTROLESS = "docker.io/library/python:3.11-slim-bookworm", "gcr.io/distroless/python3-debian12:nonroot"
+PYTHON, DISTROLESS = "docker.io/library/python:3.13-slim-trixie", "gcr.io/distroless/python3-debian13:nonroot"
 Answer = Callable[["_Request"], None]
 
 
@@ -56,7 +56,7 @@ def registry() -> Iterator[Callable[[Answer], str]]:
         started.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
         handler.base = f"http://127.0.0.1:{started[-1].server_port}"
         threading.Thread(target=started[-1].serve_forever, daemon=True).start()
-        return f"127.0.0.1:{started[-1].server_port}/library/python:3.11"
+        return f"127.0.0.1:{started[-1].server_port}/library/python:3.13"
 
     yield start
     for server in started:
@@ -65,7 +65,7 @@ def registry() -> Iterator[Callable[[Answer], str]]:
 
 
 def plain(request: _Request) -> None:
-    is_asked_well = request.path == "/v2/library/python/manifests/3.11" and "index.v1" in request.headers["Accept"]
+    is_asked_well = request.path == "/v2/library/python/manifests/3.13" and "index.v1" in request.headers["Accept"]
     request.says(200 if is_asked_well else 400, MANIFEST, Docker_Content_Digest=DIGEST)
 
 
@@ -208,6 +208,6 @@ def test_a_base_that_the_user_names_is_taken_as_it_is() -> None:
 
 
 def test_a_file_that_holds_something_else_ends_the_build(tree: Path) -> None:
-    (tree / bases.FILE).write_text("python:3.11\n")
+    (tree / bases.FILE).write_text("python:3.13\n")
     with pytest.raises(BadPinsError, match="no IMAGE:TAG@sha256:DIGEST"):
         pins(tree)

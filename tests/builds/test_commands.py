@@ -55,12 +55,12 @@ def last_stage(dockerfile: str, target: str) -> dict[str, str]:
     ],
 )
 def test_every_engine_gets_the_same_order(build: Callable[[Order], list[str]]) -> None:
-    wanted = order(RECIPES["trainer-cpu"], {"PREFIX": "registry.example.com/ml/", "TAG": "1", "BASE": "python:3.11"})
+    wanted = order(RECIPES["trainer-cpu"], {"PREFIX": "registry.example.com/ml/", "TAG": "1", "BASE": "python:3.13"})
     command = build(wanted)
     assert option(command, "--file") == ["-"]
     assert option(command, "--target") == ["cpu"]
     assert option(command, "--tag") == ["registry.example.com/ml/moejob-trainer-cpu:1"]
-    assert "BASE=python:3.11" in option(command, "--build-arg")
+    assert "BASE=python:3.13" in option(command, "--build-arg")
     assert f"org.opencontainers.image.version={VERSION}" in option(command, "--label")
     assert option(command, "--secret") == ["id=certificates,src=/ca.crt"]
     assert command[-1] == "."
@@ -92,7 +92,7 @@ def test_a_base_that_is_named_is_taken() -> None:
     arguments = on_local_bases(order(RECIPES["operator"], {"RUNTIME": "distroless"})).arguments
     assert arguments["RUNTIME"] == "distroless"
     assert closure_key(on_local_bases(order(RECIPES["operator"], {}))) != closure_key(
-        on_local_bases(order(RECIPES["operator"], {"BASE": "python:3.11"}))
+        on_local_bases(order(RECIPES["operator"], {"BASE": "python:3.13"}))
     )
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.images import write_variant
 from cluster.nodes.training import ROOT, TRAINING_SECONDS, VERSION, Job, Run, SubmittedJob
@@ -27,10 +29,12 @@ IMAGE = f"moejob.test/engine:{VERSION}"
 STEPS = 3
 # The folder of the environment on any volume that a job's sources name.
 ENVIRONMENT = "rollout-environment"
+# Of the images. Compiled modules load in no other version.
+_PYTHON = "python3.13"
 # In the pod. vLLM's kernels for the CPU need libnuma, which the trainer's image lacks.
 _START = (
     f"cd /claims/*/{ENVIRONMENT} && PYTHONPATH=$PWD LD_LIBRARY_PATH=$PWD/lib HOME=/tmp "
-    "exec /usr/bin/python3.11 -P -m moejob_rollout"
+    f"exec /usr/bin/{_PYTHON} -P -m moejob_rollout"
 )
 _NUMA = Path("/lib/x86_64-linux-gnu/libnuma.so.1")
 # Ends when vLLM computes answers, and says how many. In the pod: nothing else may speak to an engine.
@@ -59,8 +63,11 @@ def load_image(nodes: Cluster, folder: Path) -> None:
 
 def provide_environment(volume: Path) -> None:
     """Put vLLM and our package on a volume, as links to the files of the environment of this checkout."""
-    place = volume / ENVIRONMENT
-    site = next((ROOT / ".venv/rollout/lib").glob("python3.*/site-packages"))
+    place, site = volume / ENVIRONMENT, ROOT / f".venv/rollout/lib/{_PYTHON}/site-packages"
+    if not site.exists():
+        pytest.skip(
+            f"engines in pods need .venv/rollout of {_PYTHON}, as images have it: make PYTHON=/path/to/{_PYTHON}"
+        )
     shutil.copytree(site, place, copy_function=os.link, ignore=shutil.ignore_patterns("*.pth"))
     for package in (ROOT / "rollout/src/moejob_rollout", ROOT / "crds/src/moejob_api"):
         shutil.copytree(package, place / package.name)
