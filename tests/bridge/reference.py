@@ -101,6 +101,9 @@ class MegatronModel(nn.Module):
             known = re.sub(r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", name)
             module = self.model.get_submodule(name.rpartition(".")[0])
             module.config = self.model.config
+            if known != name:
+                # The mapping of a grouped expert looks up the type of the first. In the dict alone, it is no parameter.
+                vars(module)["weight0"] = tensor
             yield self.registry.megatron_to_hf_lookup(known), module, tensor
 
 

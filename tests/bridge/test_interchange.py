@@ -19,7 +19,7 @@ from bridge.reference import MegatronModel
 from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
-from moejob_trainer.interchange.torch_dist import IndexedKey, StackSizes, locate_tensor
+from moejob_trainer.interchange.torch_dist import IndexedKey, StackSizes, find_iteration_folder, locate_tensor
 from trainer.parity.cells import reference_model
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +72,10 @@ def test_a_model_comes_back_from_megatron_to_the_bit(
     assert main(["export", str(source), "--out", str(checkpoint)]) == ExitCode.DONE
     assert main(["import", str(checkpoint), "--config", str(source), "--out", str(back)]) == ExitCode.DONE
     assert_equal_models(back, source)
+
+
+def test_an_index_names_no_class_that_another_python_lacks(exported: Path) -> None:
+    assert b"pathlib" not in (find_iteration_folder(exported) / ".metadata").read_bytes()
 
 
 @pytest.mark.usefixtures("groups")
@@ -141,7 +145,7 @@ def test_a_family_that_the_bridge_does_not_convert_is_refused_by_name(
 ) -> None:
     code = main(["export", str(publish_model(family)), "--out", str(tmp_path / "megatron")])
     assert code == ExitCode.BAD_CONFIGURATION
-    assert "Megatron-Bridge 0.3.1" in capsys.readouterr().err
+    assert "Megatron-Bridge 0.6.2" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 

@@ -65,7 +65,8 @@ NAMES = frozenset(
         GlobalName(f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
         GlobalName("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
         GlobalName("collections", "OrderedDict"),
-        GlobalName("pathlib", "PosixPath"),
+        # The second is the name in what Python 3.13 writes.
+        *(GlobalName(module, "PosixPath") for module in ("pathlib", "pathlib._local")),
         GlobalName("torch.serialization", "_get_layout"),
         *(GlobalName("torch", name) for name in (*_DTYPES, "strided", "sparse_coo")),
     }

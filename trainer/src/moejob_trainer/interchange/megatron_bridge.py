@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +25,13 @@ _TRANSFORMER_ENGINE = "transformer_engine"
 _ASKING = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.moe_module_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
     "megatron.core.transformer.moe.moe_utils",
 )
 
 
-BRIDGE = "Megatron-Bridge 0.3.1"
+BRIDGE = "Megatron-Bridge 0.6.2"
 # The bridge silently ignores rotary embeddings that it does not know.
 _ROTARY = ("default", "llama3", "yarn")
 
@@ -68,7 +71,7 @@ def import_auto_bridge() -> Any:
     """Return Megatron-Bridge's AutoBridge class."""
     for name in _ASKING:
         import_module(name)
-    with _importable_transformer_engine():
+    with _importable_transformer_engine(), _unchanged_logging():
         return import_module("megatron.bridge").AutoBridge
 
 
@@ -85,6 +88,20 @@ def adapt_config(config: PretrainedConfig) -> PretrainedConfig:
         # Published configs have it; Transformers computes nothing else and drops the field.
         config.scoring_func = "sigmoid"
     return config
+
+
+@contextmanager
+def _unchanged_logging() -> Iterator[None]:
+    """Keep the log: Megatron sends it to a handler of its own, at level INFO, when its training is imported."""
+    root = logging.getLogger()
+    level, handlers = root.level, [*root.handlers]
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _read_elements(part: _FilePart, entry: zipfile.ZipInfo, layout: _TensorLayou
     if part.remaining_bytes < needed_bytes:
         raise RefusedTensor(f"it is cut off: {part.remaining_bytes:,} bytes are left of {needed_bytes:,}")
     content = torch.empty(needed_bytes, dtype=torch.uint8)
-    count = part.readinto(memoryview(content.numpy()))  # type: ignore[arg-type]
+    count = part.readinto(memoryview(content.numpy()))
     if count != needed_bytes:
         raise RefusedTensor("it is cut off")
     return content.view(layout.dtype).as_strided(layout.sizes, layout.strides, layout.offset)

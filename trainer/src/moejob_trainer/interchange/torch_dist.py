@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,19 @@ class PlannedTensor:
     make: Callable[[], Tensor]
 
 
+class _PortableWriter(FileSystemWriter):
+    """Names its folder in the index as text: Python 3.13 pickles a path under a name that Python 3.12 does not know."""
+
+    def storage_meta(self) -> described.StorageMeta | None:
+        """Return the facts about this checkpoint that its index has."""
+        meta = super().storage_meta()
+        return None if meta is None else replace(meta, checkpoint_id=str(meta.checkpoint_id))
+
+
 def write_checkpoint(folder: Path, tensors: Sequence[PlannedTensor], stacks: StackSizes) -> None:
     """Write a checkpoint of these tensors, holding one of them at a time."""
     # One file: a second thread would hold a second tensor.
-    save({}, storage_writer=FileSystemWriter(folder), planner=_OneByOnePlanner(tensors, stacks), no_dist=True)
+    save({}, storage_writer=_PortableWriter(folder), planner=_OneByOnePlanner(tensors, stacks), no_dist=True)
     format_facts = FORMAT | {"common_backend": "torch", "common_backend_version": 1}
     (folder / _FORMAT_FILE).write_text(json.dumps(format_facts), encoding="utf-8")
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}, folder / "common.pt")
