@@ -1,4 +1,5 @@
 # The only entry point; needs python3 >= 3.11, git and make. CONTRIBUTING.md explains the targets.
+# The trainer's environments take a Python 3.12 or 3.13 that scripts/find_python finds.
 # Environments are built on first use into .venv/, from $MOEJOB_CACHE outside the tree.
 
 SHELL := bash
@@ -35,7 +36,7 @@ quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
 
 # Environments. A stamp's name has the hash of the environment's sources: dates mean nothing after a checkout.
 
-built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.txt scripts/environment VERSION \
+built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.txt scripts/environment scripts/find_python VERSION \
 	$(patsubst %,%/pyproject.toml,$(2)) | sha256sum | cut -c 1-16)
 operator_built := $(call built,operator,crds operator cli)
 trainer_built := $(call built,trainer,crds trainer)
@@ -294,27 +295,45 @@ pictures: $(operator_built) $(trainer_built) #: Draw the pictures of README and 
 
 UPGRADE ?=
 upgrades := $(if $(filter all,$(UPGRADE)),--upgrade,$(addprefix --upgrade-package ,$(UPGRADE)))
-compile = UV_CUSTOM_COMPILE_COMMAND="make lock" scripts/uv --quiet pip compile \
-	--config-file requirements/uv.toml --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
-	--generate-hashes --no-emit-index-url --no-emit-find-links $(upgrades) $(patsubst %,--constraints requirements/%.txt,$(3)) \
-	--output-file requirements/$(1).txt $(patsubst %,requirements/%.in,$(2))
+# $(call compiled,PYTHON,.IN FILES,CLOSURES BEFORE)
+compiled = scripts/uv --quiet pip compile --config-file requirements/uv.toml \
+	--python-version $(1) --python-platform x86_64-manylinux_2_31 --no-emit-index-url --no-emit-find-links \
+	$(patsubst %,--constraints requirements/%.txt,$(3)) $(patsubst %,requirements/%.in,$(2))
+names_of_pins = sed --quiet 's/^\([a-z0-9-]*==[^ ]*\).*/\1/p'
+# $(call lock,CLOSURE,PYTHONS,.IN FILES,CLOSURES BEFORE): pinned for the oldest Python; a newer one may need no further pin.
+define lock
+@UV_CUSTOM_COMPILE_COMMAND="make lock" $(call compiled,$(firstword $(2)),$(3),$(4)) --generate-hashes $(upgrades) \
+	--output-file requirements/$(1).txt
+@for python in $(wordlist 2,9,$(2)); do \
+	further=$$($(call compiled,$$python,$(3),$(1)) --no-header --no-annotate | $(names_of_pins) | \
+		grep --invert-match --line-regexp --fixed-strings --file <($(names_of_pins) requirements/$(1).txt) || true); \
+	[[ -z $$further ]] || { echo "requirements/$(1).txt lacks what Python $$python needs:" $$further; exit 1; }; \
+done
+endef
+# The Pythons of the operator and of what develops it; those of the trainer and of engines.
+pythons := 3.11 3.12 3.13
+trainer_pythons := 3.12 3.13
 
 lock: #: Pin and hash the closures of requirements/*.in
-	@$(call compile,uv,uv)
-	@$(call compile,operator,operator)
-	@$(call compile,trainer,trainer trackers,operator)
-	@$(call compile,tools,tools,operator trainer)
-	@$(call compile,rollout,rollout,tools)
-	@$(call compile,trainer-gpu,trainer trackers gpu,trainer tools)
-	@$(call compile,peft,trainer peft,trainer tools)
-	@$(call compile,bridge,trainer bridge,trainer tools)
-	@$(call compile,trl,trainer trl,trainer tools)
-	@$(call compile,mlflow,mlflow,trainer tools)
-	@$(call compile,real,real,trainer tools)
-	@$(call compile,rollout-gpu,rollout-gpu,tools)
-	@$(call compile,sbom,sbom,tools)
-	@$(call compile,docs,operator docs,operator tools)
-	@$(call compile,audit,audit,tools)
+	$(call lock,uv,$(pythons),uv)
+	$(call lock,operator,$(pythons),operator)
+	$(call lock,trainer,$(trainer_pythons),trainer trackers,operator)
+	$(call lock,tools,$(pythons),tools,operator trainer)
+	$(call lock,rollout,$(trainer_pythons),rollout,tools)
+	$(call lock,trainer-gpu,$(trainer_pythons),trainer trackers gpu,trainer tools)
+	$(call lock,peft,$(trainer_pythons),trainer peft,trainer tools)
+	$(call lock,bridge,$(trainer_pythons),trainer bridge,trainer tools)
+	$(call lock,trl,$(trainer_pythons),trainer trl,trainer tools)
+	$(call lock,mlflow,$(trainer_pythons),mlflow,trainer tools)
+	$(call lock,real,$(trainer_pythons),real,trainer tools)
+	$(call lock,rollout-gpu,$(trainer_pythons),rollout-gpu,tools)
+	$(call lock,sbom,$(pythons),sbom,tools)
+	$(call lock,docs,$(pythons),operator docs,operator tools)
+	$(call lock,audit,$(pythons),audit,tools)
+
+# HOLD="torch datasets" leaves these as they are pinned: the next torch is 3 GB. Bridge and vLLM follow by hand.
+try-next: #: Train with the newest versions of what the trainer pins, in .venv/next
+	@scripts/try_next $(HOLD)
 
 # Needs PyPI itself. A failed look-up counts as vulnerable: an index without the service must not pass.
 audit: #: Look up every pin among known vulnerabilities
@@ -336,4 +355,4 @@ clean: #: Remove the environments and build output; the cache stays
 	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \
 	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
 	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
-	pictures images bases kind-demo lock audit audit-images clean
+	pictures images bases kind-demo lock try-next audit audit-images clean

@@ -15,7 +15,7 @@ SOURCES = {"api": "crds", "operator": "operator", "trainer": "trainer", "rollout
 APART = {"moejob_operator.handlers", "moejob_operator.installed"}
 MODULES = sorted(set(re.findall(r"moejob_(\w+?)((?:\.\w+)*)(?=\s|$)", (ROOT / ".importlinter").read_text())))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-CLOSURES = re.findall(r"call compile,([a-z-]+),([a-z -]+)", (ROOT / "Makefile").read_text())
+CLOSURES = re.findall(r"call lock,([a-z-]+),\$\(\w+\),([a-z -]+)", (ROOT / "Makefile").read_text())
 
 
 def test_make_lock_makes_every_closure_of_inputs_that_are_there() -> None:

@@ -15,7 +15,7 @@ from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import Cell, make_loss, micro_batches, reference_model, start_engine
 from trainer.worlds import Worlds
 
-FUNCTIONS = ("cuda.current_device", "cuda.synchronize", "zeros")
+FUNCTIONS = ("cuda.current_device", "cuda.current_stream", "cuda.synchronize", "zeros")
 # Stages of chunks ask one another for shapes where micro batches have different lengths, and wait for the device then.
 PIPELINE = Cell(
     Family.QWEN3,
@@ -24,6 +24,10 @@ PIPELINE = Cell(
         "training": {"microBatchSize": 1, "globalBatchSize": 4},
     },
     lengths=(9, 17, 5, 12),
+)
+# Only replicas sum gradients.
+REPLICAS = Cell(
+    Family.QWEN3, {"parallelism": {"data": 2}, "training": {"microBatchSize": 1, "globalBatchSize": 4}}, lengths=(9, 17)
 )
 
 
@@ -64,11 +68,13 @@ def test_megatron_fails_without_any_part_of_the_stand_in(model: Path, tmp_path: 
     # Ranks of its own: what one takes out is missing for good.
     worlds = Worlds(2, tmp_path)
     try:
-        said = worlds.run(2, updated_without, part, PIPELINE, model)
+        cell = REPLICAS if part == "cuda.current_stream" else PIPELINE
+        said = worlds.run(2, updated_without, part, cell, model)
     finally:
         worlds.close()
     assert any("CUDA" in text or "NVIDIA" in text for text in said), said
 
 
-def test_with_all_of_it_megatron_computes(worlds: Worlds, model: Path) -> None:
-    assert worlds.run(2, updated_without, "", PIPELINE, model) == ["", ""]
+@pytest.mark.parametrize("cell", [PIPELINE, REPLICAS], ids=["stages", "replicas"])
+def test_with_all_of_it_megatron_computes(worlds: Worlds, model: Path, cell: Cell) -> None:
+    assert worlds.run(2, updated_without, "", cell, model) == ["", ""]

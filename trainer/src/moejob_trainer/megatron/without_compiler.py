@@ -6,6 +6,7 @@ compiler, a fifth of the time in which a launcher starts.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ def import_megatron() -> None:
     """Import Megatron. Later imports find its modules in sys.modules."""
     # Apex and Transformer Engine are never used here, at later imports either. Other warnings of Megatron stay.
     warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
+    warnings.filterwarnings("ignore", r"absl\.logging is not installed", UserWarning)
+    # Python says of some of Megatron's docstrings, as it compiles them, that they are no raw strings.
+    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
+    # It warns at every start that it plans the layout of gradient buffers itself, which is what we want.
+    logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
     with _without_compile(), _hide_package("wandb"):
         import megatron.core  # noqa: F401, PLC0415
 

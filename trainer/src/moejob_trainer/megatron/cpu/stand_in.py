@@ -37,6 +37,10 @@ class _Cuda(ModuleType):
         return torch.device("cpu")
 
     @staticmethod
+    def current_stream() -> None:
+        """param_and_grad_buffer lets it wait for CUDA graphs before each sum; a CPU records none."""
+
+    @staticmethod
     def synchronize(*_: object) -> None:
         """p2p_communication waits for the device after each exchange; a CPU has nothing to wait for."""
 
