@@ -65,6 +65,25 @@ def test_a_plan_counts_engines_and_what_they_run_on(example: str, said: str) -> 
     assert f"  rollout  {said}\n" in moejob("plan", str(EXAMPLES / f"{example}.yaml")).stdout
 
 
+def test_a_plan_says_what_pods_request_and_which_driver_nodes_need() -> None:
+    file = str(EXAMPLES / "qwen3-30b-grpo-async-8gpu.yaml")
+    removals = ("--set", "resources.memory=", "--set", "resources.cpu=")
+    text = " ".join(moejob("plan", file, *removals).stdout.split())
+    # Four GPUs for the trainer and for each engine pod.
+    assert "each pod requests cpu 32, memory 440272Mi; limits none; /dev/shm 16Gi" in text
+    assert "each engine pod requests cpu 8, memory 12Gi; limits none; /dev/shm 4Gi" in text
+    assert "nodes need the NVIDIA driver 580 or later, for CUDA 13 of the images" in text
+    pods = json.loads(moejob("plan", file, *removals, "--output", "json").stdout)["pods"]
+    assert pods["rollout"] == {"requests": {"cpu": "8", "memory": "12Gi"}, "limits": {}, "sharedMemory": "4Gi"}
+    assert pods["trainer"]["requests"]["cpu"] == "32"
+
+
+def test_a_plan_on_cpus_names_no_driver() -> None:
+    said = moejob("plan", str(EXAMPLES / "tiny-sft.yaml")).stdout
+    assert "each pod requests cpu 2, memory 6Gi; limits memory 6Gi; /dev/shm 1Gi" in " ".join(said.split())
+    assert "driver" not in said
+
+
 def test_a_refused_job_exits_1_and_says_why_and_what_would_be_accepted() -> None:
     answer = moejob("plan", str(REFUSED))
     assert answer.returncode == 1
