@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moejob_api.derived import has_float8_products
 from moejob_api.job.resources import Accelerator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
+from moejob_trainer.runtime.cores import count_cores
 from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.ranks_meeting import ranks_store
@@ -103,4 +104,4 @@ def share_cores(ranks: int) -> None:
     """Divide the cores among the ranks of a pod; OMP_NUM_THREADS, where set, decides instead."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(max(1, count_cores() // ranks))
