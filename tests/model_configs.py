@@ -57,6 +57,9 @@ SMALL: dict[Family, dict[str, Any]] = {
     Family.DEEPSEEK_V2: _LATENT | _DEEPSEEK_EXPERTS,
     Family.DEEPSEEK_V3: _LATENT | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1, "n_group": 2, "topk_group": 1},
     Family.GLM4_MOE: _GROUPED | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1},
+    Family.GLM4_MOE_LITE: _LATENT
+    | {key: value for key, value in _DEEPSEEK_EXPERTS.items() if key != "first_k_dense_replace"}
+    | {"num_nextn_predict_layers": 1, "num_key_value_heads": 6},
     Family.GPT_OSS: _GROUPED | _MIXTRAL_EXPERTS,
 }
 
@@ -117,6 +120,10 @@ ODD: list[tuple[str, Family, dict[str, Any]]] = [
     ("glm4_moe as small", Family.GLM4_MOE, {}),
     ("glm4_moe with norms and biases", Family.GLM4_MOE, {"use_qk_norm": True, "attention_bias": True}),
     ("glm4_moe by defaults", Family.GLM4_MOE, {"first_k_dense_replace": MISSING, "head_dim": MISSING}),
+    ("glm4_moe_lite as small", Family.GLM4_MOE_LITE, {}),
+    ("glm4_moe_lite with whole queries", Family.GLM4_MOE_LITE, {"q_lora_rank": None, "attention_bias": True}),
+    ("glm4_moe_lite by list", Family.GLM4_MOE_LITE, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}),
+    ("glm4_moe_lite with default ranks", Family.GLM4_MOE_LITE, {"q_lora_rank": MISSING, "kv_lora_rank": MISSING}),
     ("gpt_oss as small", Family.GPT_OSS, {}),
     ("gpt_oss without biases", Family.GPT_OSS, {"attention_bias": False, "head_dim": MISSING}),
     ("gpt_oss with windows by list", Family.GPT_OSS, {"layer_types": _ALTERNATING, "sliding_window": 7}),
@@ -141,7 +148,7 @@ def any_config(family: Family) -> st.SearchStrategy[dict[str, Any]]:
             "each": st.integers(1, 4),
             "decoder_sparse_step": st.integers(1, 3),
             "mlp_only_layers": st.lists(st.integers(0, 6), max_size=3),
-            "first_k_dense_replace": st.integers(0, 6),
+            **({} if family is Family.GLM4_MOE_LITE else {"first_k_dense_replace": st.integers(0, 6)}),
             "experts": st.integers(1, 9),
         }
     )
@@ -158,6 +165,7 @@ _SWITCHES: dict[Family, tuple[str, ...]] = {
     Family.DEEPSEEK_V2: ("attention_bias",),
     Family.DEEPSEEK_V3: ("attention_bias",),
     Family.GLM4_MOE: ("attention_bias", "use_qk_norm"),
+    Family.GLM4_MOE_LITE: ("attention_bias",),
     Family.GPT_OSS: ("attention_bias",),
 }
 

@@ -70,6 +70,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "glm4_moe_lite": _SIZES
+    | {key: value for key, value in _DEEPSEEK.items() if key != "first_k_dense_replace"}
+    | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64,
+        "q_lora_rank": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 0,
+        # Transformers takes one such layer and drops the key, and the trainer writes it again.
+        "first_k_dense_replace": 1,
+    },
     "qwen2": _SIZES,
     "llama": _SIZES,
     "qwen3": _SIZES | {"head_dim": 32, "tie_word_embeddings": True},

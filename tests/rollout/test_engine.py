@@ -291,10 +291,11 @@ def test_an_output_layer_that_is_tied_is_that_of_each_update(tied: Engine, tmp_p
 
 
 @pytest.mark.thorough
-def test_latent_attention_computes_what_transformers_does_after_each_update(start: Start, tmp_path: Path) -> None:
-    engine = start("deepseek_v3").await_ready()
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_each_update_makes_an_engine_compute_what_transformers_does(family: str, start: Start, tmp_path: Path) -> None:
+    engine = start(family).await_ready()
     for version, seed in (("1", 11), ("2", 12)):
-        reference = make_model("deepseek_v3", seed)
+        reference = make_model(family, seed)
         updated(engine, version, save_published(reference, tmp_path / version))
         assert distance(engine, reference) < CLOSE
     engine.kill()

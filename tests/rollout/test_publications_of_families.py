@@ -24,6 +24,7 @@ Start = Callable[..., Engine]
         ("qwen3", 1),
         ("qwen2_moe", 1),
         ("deepseek_v2", 1),
+        ("glm4_moe_lite", 1),
         ("gpt_oss", 1),
         ("gpt_oss", 2),
         ("qwen3_moe padded", 1),

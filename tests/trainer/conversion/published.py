@@ -25,7 +25,7 @@ def values_of(family: Family, **changes: Any) -> dict[str, Any]:
     sizes = {"num_hidden_layers": _LAYERS, "hidden_size": 32, "num_attention_heads": 8, "intermediate_size": 16}
     experts = {"moe_intermediate_size": 20, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     # The class of DeepSeek-V3 would put in 128 for what is missing, whatever the number of heads.
-    heads = {"num_key_value_heads": 8} if family is Family.DEEPSEEK_V3 else {}
+    heads = {"num_key_value_heads": 8} if family in {Family.DEEPSEEK_V3, Family.GLM4_MOE_LITE} else {}
     return config(family, **sizes | experts | heads | changes)
 
 

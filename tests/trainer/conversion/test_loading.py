@@ -40,7 +40,7 @@ from trainer.conversion.published import (
     values_of,
 )
 
-MTP = [Family.DEEPSEEK_V3, Family.GLM4_MOE]
+MTP = [Family.DEEPSEEK_V3, Family.GLM4_MOE, Family.GLM4_MOE_LITE]
 SWITCHES: dict[Family, dict[str, Any]] = {
     Family.LLAMA: {"attention_bias": True, "mlp_bias": True},
     Family.QWEN3: {"attention_bias": True},
@@ -48,6 +48,7 @@ SWITCHES: dict[Family, dict[str, Any]] = {
     Family.DEEPSEEK_V2: {"q_lora_rank": None},
     Family.DEEPSEEK_V3: {"attention_bias": True},
     Family.GLM4_MOE: {"attention_bias": True, "use_qk_norm": True},
+    Family.GLM4_MOE_LITE: {"attention_bias": True},
 }
 
 

@@ -57,7 +57,7 @@ def published_models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, t
 
 
 def one_of(family: Family, folder: Path) -> tuple[dict[str, Any], Path]:
-    if family in {Family.DEEPSEEK_V3, Family.GLM4_MOE}:
+    if family in {Family.DEEPSEEK_V3, Family.GLM4_MOE, Family.GLM4_MOE_LITE}:
         values = values_of(family, num_nextn_predict_layers=1)
         return values, saved_with_mtp(folder, values)
     values = values_of(family)

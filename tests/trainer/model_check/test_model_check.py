@@ -93,6 +93,9 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
     (Family.DEEPSEEK_V3, {"attention_bias": True}),
     (Family.GLM4_MOE, {"use_qk_norm": False}),
     (Family.GLM4_MOE, {"attention_bias": True}),
+    (Family.GLM4_MOE_LITE, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
+    (Family.GLM4_MOE_LITE, {"rope_interleave": False, "norm_topk_prob": False}),
+    (Family.GLM4_MOE_LITE, {"rope_scaling": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
     (Family.GPT_OSS, {"attention_bias": False}),
     (Family.GPT_OSS, {"layer_types": ["full_attention"] * 4}),
 ]

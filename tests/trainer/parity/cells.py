@@ -84,6 +84,9 @@ MODELS: dict[Family, dict[str, Any]] = {
     Family.DEEPSEEK_V2: _GROUPED | {"num_key_value_heads": 8, "first_k_dense_replace": 1},
     Family.DEEPSEEK_V3: _GROUPED | _SIGMOID | {"num_key_value_heads": 8},
     Family.GLM4_MOE: _GROUPED | _SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.6},
+    Family.GLM4_MOE_LITE: _GROUPED
+    | {key: value for key, value in _SIGMOID.items() if key != "first_k_dense_replace"}
+    | {"num_key_value_heads": 8},
     Family.GPT_OSS: _GROUPED | {"sliding_window": 6},
     Family.LLAMA: _GROUPED,
     Family.QWEN2: _GROUPED | {"tie_word_embeddings": True},

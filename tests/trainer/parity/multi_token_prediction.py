@@ -67,6 +67,8 @@ class FurtherReference:
         self.model = reference_model(family, **layers, **changes)
         # Transformers runs this many of its layers.
         self.model.config.num_hidden_layers, self.model.config.num_nextn_predict_layers = LAYERS, MODULES
+        if family is Family.GLM4_MOE_LITE:
+            self.model.config.mlp_layer_types = self.model.config.mlp_layer_types[:LAYERS]
         self.modules = nn.ModuleList([Module(self.model) for _ in range(MODULES)])
         # One model, so that everything is trained and its norm clipped together.
         self.model.further = self.modules

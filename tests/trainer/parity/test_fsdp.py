@@ -87,11 +87,12 @@ def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> 
 @pytest.mark.parametrize(
     ("family", "layout"),
     make_rows(
-        product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS),
+        product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, Family.GLM4_MOE_LITE), LAYOUTS),
         [
             *product((Family.QWEN3_MOE,), ("alone", "DP3", "EP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")),
             *product((Family.DEEPSEEK_V3,), ("TP2.DP2", "ETP2 folded over DP4")),
             (Family.MIXTRAL, "EP2.DP2"),
+            (Family.GLM4_MOE_LITE, "EP2.DP2"),
         ],
     ),
 )

@@ -80,9 +80,15 @@ def test_further_tokens_are_learned_as_the_report_says(worlds: Worlds, further: 
     _assert_like_reference(worlds, further(Family.DEEPSEEK_V3), _cell(ALL[layout]))
 
 
-@pytest.mark.parametrize("layout", make_rows(("one rank", "TP2", "PP2", "CP2"), ("TP2", "PP2")))
-def test_another_family_learns_them_the_same_way(worlds: Worlds, further: Further, layout: str) -> None:
-    _assert_like_reference(worlds, further(Family.GLM4_MOE), _cell(ALL[layout], Family.GLM4_MOE))
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    make_rows(
+        product((Family.GLM4_MOE, Family.GLM4_MOE_LITE), ("one rank", "TP2", "PP2", "CP2")),
+        [(Family.GLM4_MOE, "TP2"), (Family.GLM4_MOE, "PP2"), (Family.GLM4_MOE_LITE, "TP2")],
+    ),
+)
+def test_another_family_learns_them_the_same_way(worlds: Worlds, further: Further, family: Family, layout: str) -> None:
+    _assert_like_reference(worlds, further(family), _cell(ALL[layout], family))
 
 
 @pytest.mark.parametrize("layout", make_rows(("one rank", "TP2", "PP2", "TP2.PP2.EP2"), ("one rank", "TP2", "PP2")))

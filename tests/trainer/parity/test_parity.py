@@ -78,7 +78,9 @@ OVER_NODES: dict[str, dict[str, Any]] = {
 
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
+NEWER = (Family.GLM4_MOE_LITE,)
 ALWAYS = [
+    *product(NEWER, DIVIDED),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
     *((Family.DEEPSEEK_V3, layout) for layout in (*DIVIDED, "TP2.PP2.EP2")),
     *((Family.MIXTRAL, layout) for layout in DIVIDED),
@@ -103,7 +105,7 @@ def test_one_rank_trains_what_transformers_trains(
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    make_rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS), ALWAYS),
+    make_rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS), ALWAYS),
 )
 def test_a_layout_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded

@@ -23,6 +23,7 @@ class Family(StrEnum):
     DEEPSEEK_V2 = "deepseek_v2"
     DEEPSEEK_V3 = "deepseek_v3"
     GLM4_MOE = "glm4_moe"
+    GLM4_MOE_LITE = "glm4_moe_lite"
     GPT_OSS = "gpt_oss"
 
 

@@ -49,6 +49,8 @@ PARAMETERS: dict[str, tuple[int, int | None]] = {
     "openai/gpt-oss-20b": (20_914_757_184, 0),
     # The bias to choose experts by, in 90 layers; MTP with its own copies of embedding and output projection.
     "zai-org/GLM-4.5": (352_797_814_784, 90 * 160 + 3_988_069_632 + 2 * 151_552 * 5120),
+    # As Transformers counts it; MTP and the bias to choose experts by come on top.
+    "zai-org/GLM-4.7-Flash": (29_943_390_976, None),
     "zai-org/GLM-4.5-Air": (106_852_245_504, 46 * 128 + 2_375_059_456 + 2 * 151_552 * 4096),
 }
 PUBLISHED = {
@@ -111,6 +113,7 @@ def test_what_qwen3_next_publishes_beyond_its_config_is_one_module_for_further_t
         pytest.param("deepseek-ai/DeepSeek-V3", 37.6, id="DeepSeek A37B"),
         pytest.param("openai/gpt-oss-20b", 4.2, id="gpt-oss: 3.6 B without the embedding"),
         pytest.param("moonshotai/Moonlight-16B-A3B", 2.9, id="Moonlight A3B"),
+        pytest.param("zai-org/GLM-4.7-Flash", 3.9, id="GLM-4.7-Flash"),
     ],
 )
 def test_a_token_meets_as_many_parameters_as_the_name_says(name: str, billions: float) -> None:

@@ -77,6 +77,7 @@ def test_a_hybrid_model_is_read_whole() -> None:
         pytest.param(Family.DEEPSEEK_V2, {"first_k_dense_replace": MISSING}, [0, 1, 2, 3, 4], id="V2 from the start"),
         pytest.param(Family.DEEPSEEK_V3, {"first_k_dense_replace": MISSING}, [3, 4], id="V3 after three"),
         pytest.param(Family.GLM4_MOE, {"first_k_dense_replace": MISSING}, [1, 2, 3, 4], id="GLM after one"),
+        pytest.param(Family.GLM4_MOE_LITE, {}, [1, 2, 3, 4], id="GLM-4.7-Flash after one"),
     ],
 )
 def test_experts_are_in_the_layers_that_the_config_says(
@@ -308,6 +309,16 @@ def _meaning(family: Family, changes: dict[str, Any], message: str, name: str) -
             Family.GLM4_MOE, {"partial_rotary_factor": 2}, "partial_rotary_factor is 2; expected a", "twice the head"
         ),
         _meaning(Family.LLAMA, {"head_dim": 9}, "9 of the 9 elements of a head turn with their position", "odd heads"),
+        _meaning(
+            Family.GLM4_MOE_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace is 2; expected 1", "not by list"
+        ),
+        _meaning(
+            Family.GLM4_MOE_LITE,
+            {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]},
+            "a dense layer behind a sparse one",
+            "plain layers in between",
+        ),
+        _meaning(Family.GLM4_MOE_LITE, {"head_dim": 10}, "head_dim is 10; expected 4", "another name"),
         _meaning(Family.DEEPSEEK_V3, {"qk_rope_head_dim": 5}, "5 of the 5 elements of a head turn", "odd latent heads"),
         _meaning(
             Family.LLAMA,

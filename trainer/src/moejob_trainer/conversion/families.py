@@ -114,6 +114,7 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.DEEPSEEK_V2: _DEEPSEEK,
     Family.DEEPSEEK_V3: (*_DEEPSEEK, *_MTP),
     Family.GLM4_MOE: (*_DENSE, *_DEEPSEEK_EXPERTS, *_MTP),
+    Family.GLM4_MOE_LITE: (*_DEEPSEEK, *_MTP),
     Family.GPT_OSS: (*_DENSE, *_GPT_OSS),
 }
 

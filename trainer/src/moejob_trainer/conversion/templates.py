@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moejob_api.models.families import shape_of
-from moejob_api.models.shape import Family, ModelShape
+from moejob_api.models.shape import DenseMLP, Family, ModelShape
 from moejob_trainer.data.links import copy_file
 from moejob_trainer.runtime.disk import Disk
 
@@ -62,4 +62,7 @@ def _updated_config(published_config: dict[str, object], shape: ModelShape, dtyp
         changed_config["num_nextn_predict_layers"] = 0
     if shape.family is Family.DEEPSEEK_V3:
         changed_config |= {key: changed_config.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
+    if shape.family is Family.GLM4_MOE_LITE:
+        # vLLM reads this key, Transformers mlp_layer_types.
+        changed_config["first_k_dense_replace"] = sum(isinstance(layer.mlp, DenseMLP) for layer in shape.layers)
     return changed_config

@@ -151,7 +151,7 @@ def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None
             if config.topk_method != "group_limited_greedy":
                 return plain
             return replace(plain, groups=config.n_group, kept_groups=config.topk_group)
-        case Family.DEEPSEEK_V3 | Family.GLM4_MOE:
+        case Family.DEEPSEEK_V3 | Family.GLM4_MOE | Family.GLM4_MOE_LITE:
             return replace(
                 plain,
                 scoring=Scoring.SIGMOID,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moejob_api.models.families.deepseek import deepseek_v2_shape, deepseek_v3_shape
+from moejob_api.models.families.deepseek import deepseek_v2_shape, deepseek_v3_shape, glm4_moe_lite_shape
 from moejob_api.models.families.dense import llama_shape, qwen2_shape, qwen3_shape
 from moejob_api.models.families.keys import refuse_unknown_meanings
 from moejob_api.models.families.mixture_of_experts import (
@@ -37,6 +37,7 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.DEEPSEEK_V2: deepseek_v2_shape,
     Family.DEEPSEEK_V3: deepseek_v3_shape,
     Family.GLM4_MOE: glm4_moe_shape,
+    Family.GLM4_MOE_LITE: glm4_moe_lite_shape,
     Family.GPT_OSS: gpt_oss_shape,
 }
 

@@ -210,6 +210,14 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
     },
     Family.DEEPSEEK_V3: _LATENT | _SIGMOID_EXPERTS | {"rope_interleave": SwitchKey()},
     Family.GLM4_MOE: _GROUPED | _SIGMOID_EXPERTS | {"attention_bias": USED, "use_qk_norm": USED},
+    Family.GLM4_MOE_LITE: _LATENT
+    | _SIGMOID_EXPERTS
+    | {
+        "head_dim": USED,
+        "mlp_layer_types": USED,
+        "moe_layer_freq": RestrictedKey((1, None), "Transformers takes the layers of mlp_layer_types; remove it"),
+        "rope_interleave": SwitchKey(),
+    },
     Family.GPT_OSS: _GROUPED
     | _MIXTRAL_EXPERTS
     | {

@@ -48,10 +48,10 @@ def stack_layers(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -
     )
 
 
-def mtp_count(config: ConfigReader) -> int:
-    """Return the number of MTP modules; Transformers takes one when the file does not say."""
+def mtp_count(config: ConfigReader, absent: int = 1) -> int:
+    """Return the number of MTP modules; `absent` is what Transformers takes when the file does not say."""
     key = "num_mtp_layers" if "num_nextn_predict_layers" not in config.values else "num_nextn_predict_layers"
-    return config.read_size(key, absent=1, smallest=0, largest=MOST_LAYERS)
+    return config.read_size(key, absent=absent, smallest=0, largest=MOST_LAYERS)
 
 
 def refuse_uneven_heads(config: ConfigReader) -> None:
