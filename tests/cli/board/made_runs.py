@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
+from array import array
 from collections.abc import Iterator
 from math import exp, sin
 from pathlib import Path
@@ -69,11 +72,24 @@ def make_run(folder: Path, count: int = 200, name: str = "qwen3-sft", **sections
     (folder / "spec.json").write_text(spec(**(layout | sections)).model_dump_json(by_alias=True, exclude_none=True))
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in failed_steps(count)))
     _write_record(folder, count)
+    (folder / "experts.jsonl").write_text("".join(map(experts_line, range(1, count + 1, 2))))
     samples = folder / "samples"
     samples.mkdir()
     for step in (10, 20, 37):
         (samples / f"step-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sample_rows(step)))
     return folder
+
+
+def experts_line(step: int) -> str:
+    """Return the load of 6 layers of 32 experts; the last layer collapses."""
+    counts = [
+        int(400 * (1 + sin(expert * 5.1 + layer * 3) * exp(-step / 90))) if layer < 5 or expert < 4 or step < 120 else 0
+        for layer in range(6)
+        for expert in range(32)
+    ]
+    choices = base64.b64encode(zlib.compress(array("I", counts).tobytes())).decode()
+    fields = {"step": step, "attempt": 1, "restart": 0, "layers": [1, 2, 3, 4, 5, 6], "experts": 32}
+    return json.dumps(fields | {"choices": choices}) + "\n"
 
 
 def sample_rows(step: int) -> Iterator[dict[str, Any]]:

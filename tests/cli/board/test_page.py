@@ -19,7 +19,7 @@ from moejob_cli.board.server import BoardServer
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs chromium of Debian")
 
-VIEWS = ("Curves", "Timeline", "Samples", "Layout", "Job", "Compare")
+VIEWS = ("Curves", "Timeline", "Samples", "Experts", "Layout", "Job", "Compare")
 LONG = 100_000
 
 
@@ -72,8 +72,9 @@ def test_every_view_of_served_runs_and_of_a_file_opens_without_a_complaint(brows
             assert "gpu-node-4" in shown[1]
             assert "rank 5 ended with exit code 1: ValueError: loss is not finite" in shown[1]
             assert "Ada has 37 apples" in shown[2]
-            assert "Pod 1 on gpu-node-4" in shown[3]
-            assert "maxSteps" in shown[4]
+            assert "steps 1 to 199" in shown[3]
+            assert "Pod 1 on gpu-node-4" in shown[4]
+            assert "maxSteps" in shown[5]
             assert complaints(browser) == []
 
 

@@ -68,7 +68,16 @@ def _by_hand(model: PreTrainedModel) -> Mapping[str, float]:
         "worstExpertImbalance": float(np.max(imbalances)),
         "worstExpertLayer": float(np.argmax(imbalances) + first),
         "idleExperts": float(sum((of_layer == 0).sum() for of_layer in counts)),
+        "idleExpertShare": float(np.mean([(of_layer == 0).mean() for of_layer in counts])),
+        "expertUse": float(np.mean([_use_by_hand(of_layer) for of_layer in counts])),
+        "worstExpertUse": float(np.min([_use_by_hand(of_layer) for of_layer in counts])),
+        "collapsedLayers": 0.0,
     }
+
+
+def _use_by_hand(counts: Any) -> float:
+    shares = counts[counts > 0] / counts.sum()
+    return float(np.exp(-(shares * np.log(shares)).sum()) / len(counts))
 
 
 def _cell(family: Family = Family.QWEN3_MOE, *, moe: dict[str, Any] | None = None, **sections: Any) -> Cell:
@@ -87,6 +96,11 @@ def test_every_rank_tells_how_evenly_experts_were_chosen(
     for result in worlds.run(cell.ranks(), first_update, cell, folder):
         for name, value in expected.items():
             np.testing.assert_allclose(result.metrics[name], value, rtol=1e-5, err_msg=name)
+        # Three experts for each token, in every layer with experts.
+        counts = result.expert_counts
+        assert counts is not None
+        assert counts.choices.shape == (len(counts.layers), 8)
+        assert set(counts.choices.sum(-1)) == {3 * sum(LENGTHS)}
 
 
 def test_what_is_computed_again_is_not_counted_again(worlds: Worlds, written: Written) -> None:

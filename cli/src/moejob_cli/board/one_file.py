@@ -28,6 +28,7 @@ def _run_data(run: RunFiles) -> dict[str, Any]:
     curves = {name: _curve_data(steps, run.columns.read_column(name)) for name in details["metrics"]}
     return {
         **details,
+        "experts": run.read_experts(),
         "samples": names,
         "sampleRows": {name: run.read_samples(name) for name in names},
         "curves": curves,

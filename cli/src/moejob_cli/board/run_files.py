@@ -18,6 +18,7 @@ from moejob_api.documents.reading import parse_spec
 from moejob_api.layout.ranks import rank_place
 from moejob_api.layout.sizes import derive_layout
 from moejob_api.problems import InvalidSpec
+from moejob_cli.board.expert_load import read_expert_load
 from moejob_cli.board.ledger import RankStart, StepRow, build_ledger
 from moejob_cli.board.step_columns import StepColumns, parse_lines
 
@@ -119,6 +120,10 @@ class RunFiles:
                 by_start.setdefault((attempt, event.restart or 0), []).append(event)
         keys = sorted({*rows, *by_start})
         return [RankStart(*key, rows.get(key, ()), by_start.get(key, ())) for key in keys]
+
+    def read_experts(self) -> dict[str, Any]:
+        """Return the load of experts by step."""
+        return read_expert_load(_read_bytes(self.folder / RunFile.EXPERTS, _MOST_FILE_BYTES).splitlines())
 
     def sample_files(self) -> list[str]:
         """Return the names of files of samples, by step."""

@@ -72,6 +72,8 @@ class _BoardRequest(BaseHTTPRequestHandler):
         run = self.server.runs[int(number)]
         if path == "/api/run":
             return run.details()
+        if path == "/api/experts":
+            return run.read_experts()
         if path == "/api/samples":
             return run.read_samples(query.get("file", ""))
         if path == "/api/curve":

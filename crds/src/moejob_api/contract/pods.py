@@ -125,6 +125,8 @@ class RunFile(StrEnum):
     SECRET = "run.secret"
     CLAIMS = "claims"
     STEPS = "steps.jsonl"
+    # Load of each expert, in steps that get rarer: trainer/tracking/expert_log.py.
+    EXPERTS = "experts.jsonl"
     CHECKPOINTS = "checkpoints"
     # The parts of a model beside its weights: the job's spec, the config and the tokenizer. With them a checkpoint can
     # be exported on any machine that has the folder.

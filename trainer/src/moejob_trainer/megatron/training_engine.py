@@ -30,7 +30,7 @@ from moejob_trainer.megatron.optimizer import ShardedAdamW, make_moment_storage
 from moejob_trainer.megatron.pipeline import forward_backward, gather_row_values, make_stage_input
 from moejob_trainer.megatron.reference import ReferenceWeights
 from moejob_trainer.megatron.state_copies import StateCopies
-from moejob_trainer.megatron.update_metrics import UpdateMetrics
+from moejob_trainer.megatron.update_metrics import CollectedMetrics, UpdateMetrics
 from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import ExpertBalance, GlobalBatch
@@ -219,16 +219,16 @@ class MegatronTrainingEngine:
         summed = self._sum_metrics(sums.values, self._agree_on_names((loss, forward_only), sums.values))
         summed_loss, _ = summed.pop("loss", (0.0, 0.0))
         means = {name: value / metric_weight for name, (value, metric_weight) in summed.items()}
-        if not forward_only:
-            means |= self.update_metrics.collect_metrics()
+        collected = CollectedMetrics({}) if forward_only else self.update_metrics.collect_metrics()
         return UpdateResult(
             loss=summed_loss / weight,
             gradient_norm=0.0,
             learning_rate=0.0,
             tokens=totals.tokens,
             flops=totals.tokens * model_flops(self.model.shape, totals.document_tokens),
-            metrics=means,
+            metrics=means | collected.numbers,
             weights={"loss": weight, **{name: weight_sum for name, (_, weight_sum) in summed.items()}},
+            expert_counts=collected.expert_counts,
         )
 
     def _run_stages(

@@ -5,6 +5,7 @@ Every number is the same on every rank and in every layout. One sum over all ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,24 @@ from moejob_trainer.model.balancing import ExpertBalance
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.runtime.devices import peak_memory_bytes
+from moejob_trainer.training import ExpertCounts
 
 # Columns of a layer's counters, behind the tokens of each of its E experts.
 _LOSS, _DROPPED, _ENTROPY, _REPLAYED, _DIFFERING = -5, -4, -3, -2, -1
 _SUMS = 5
+
+
+# A layer is collapsed when its tokens choose nearly the same experts: exp(entropy) of its load is their number, and k
+# are the fewest that there can be.
+_COLLAPSED_CHOICES = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedMetrics:
+    """The metrics of an update, and the counts behind those of experts."""
+
+    numbers: dict[str, float]
+    expert_counts: ExpertCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +52,26 @@ class UpdateMetrics:
     groups: Groups
     device: torch.device
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> CollectedMetrics:
         """Return the metrics of the last update."""
         counters, memory = self._layer_counters(), self._peak_memory()
         # Every rank counts its own tokens in its own layers.
         flat = sum_over_group(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
         layers = flat[: counters.numel()].view(counters.shape)
         peak = {"peakMemoryBytes": flat[counters.numel() :].max().item()}
-        return peak if self.model.routing is None else peak | self._routing_metrics(layers, self.model.routing)
+        if self.model.routing is None:
+            return CollectedMetrics(peak)
+        choices = layers[:, :-_SUMS].round().to(torch.int64).numpy()
+        counts = ExpertCounts(tuple(self._moe_layers()), choices)
+        return CollectedMetrics(peak | self._routing_metrics(layers, self.model.routing), counts)
 
     def _routing_metrics(self, layers: Tensor, routing: Routing) -> dict[str, float]:
         """Return the metrics of routing from counters [layers, E + sums]."""
         loads = expert_load(layers[:, :-_SUMS])
         worst = int(loads.imbalance.argmax())
+        # exp(entropy) / E is the share of experts that would do the same work if each of them had equally much.
+        use = torch.exp((loads.entropy - 1) * math.log(max(routing.experts, 2)))
+        fewest = _COLLAPSED_CHOICES * routing.per_token
         # Counted, not tokens times layers: MTP modules have fewer tokens.
         decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
         numbers = {
@@ -59,6 +81,10 @@ class UpdateMetrics:
             "worstExpertImbalance": loads.imbalance[worst].item(),
             "worstExpertLayer": self._moe_layers()[worst],
             "idleExperts": int(loads.idle_experts.sum()),
+            "idleExpertShare": loads.idle_experts.float().mean().item() / routing.experts,
+            "expertUse": use.mean().item(),
+            "worstExpertUse": use.min().item(),
+            "collapsedLayers": float((use * routing.experts <= fewest).sum()) if fewest < routing.experts else 0.0,
         }
         if self.moe.capacity_factor is not None:
             numbers["dropRate"] = layers[:, _DROPPED].sum().item() / (decisions * routing.per_token)

@@ -23,6 +23,7 @@ from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming
 from moejob_trainer.tracking import Tracker
+from moejob_trainer.tracking.expert_log import append_expert_counts, is_recorded_step, mend_expert_log
 from moejob_trainer.training import UpdateResult
 
 STEP_LOG = RunFile.STEPS.value
@@ -59,11 +60,17 @@ class ProgressWriter:
         """Cut the half line that a full disk or a power cut has left: the next line would be joined to it."""
         if not self.is_first:
             return
+        mend_expert_log(self.folder)
         path = self.folder / STEP_LOG
         with explain_failure("mending the step log", path):
             cut = cut_half_line(Disk(), path)
         if cut:
             sys.stderr.write(f"{path} ended in half a line: its last {len(cut)} bytes were cut\n")
+
+    def write_experts(self, step: int, result: UpdateResult) -> None:
+        """Add the load of experts to its log, in the steps that are recorded."""
+        if self.is_first and result.expert_counts is not None and is_recorded_step(step):
+            append_expert_counts(self.folder, step, self.token, result.expert_counts)
 
     def write_step(self, step: int, line: Mapping[str, Any]) -> None:
         """Add a line to the step log, whole or not at all, and send its numbers to the tracker."""
@@ -118,6 +125,7 @@ class Reporter:
         now = self.clock()
         seconds, self._step_began_at = now - self._step_began_at, now
         self.record(step, results)
+        self.writer.write_experts(step, results[-1])
         means = means_of_updates(results)
         metrics = {**means, **self.measured()}
         evaluated = self._evaluate_step(step, now)

@@ -6,6 +6,7 @@ Imports nothing of Megatron; moejob_trainer.megatron implements `TrainingEngine`
 from __future__ import annotations
 
 from moejob_trainer.training.interface import (
+    ExpertCounts,
     LossFunction,
     LossTerms,
     TokenOutputs,
@@ -17,6 +18,7 @@ from moejob_trainer.training.micro_batch import Document, MicroBatch
 
 __all__ = [
     "Document",
+    "ExpertCounts",
     "LossFunction",
     "LossTerms",
     "MicroBatch",

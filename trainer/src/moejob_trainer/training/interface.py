@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moejob_trainer.training.micro_batch import MicroBatch
@@ -45,6 +47,18 @@ class LossTerms:
     metrics: Mapping[str, WeightedMean] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertCounts:
+    """The choices of every expert of every layer in one update, over all ranks.
+
+    choices: those of a layer add up to its tokens times the experts of a token. [layers, E]
+    """
+
+    # Numbers of the layers with experts; MTP modules come behind the last layer.
+    layers: tuple[int, ...]
+    choices: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """One update of the weights, or why there was none."""
@@ -61,6 +75,7 @@ class UpdateResult:
     weights: Mapping[str, float] = field(default_factory=dict)
     # False when the gradient was not finite: the weights stayed as they were.
     is_applied: bool = True
+    expert_counts: ExpertCounts | None = field(default=None, compare=False)
 
 
 LossFunction = Callable[[TokenOutputs, MicroBatch], LossTerms]

@@ -1,7 +1,7 @@
 "use strict";
 // Everything that comes from a run is text: it is set by textContent, never as markup.
 const embedded = (() => { const text = document.getElementById("data").textContent; return text ? JSON.parse(text) : null; })();
-const VIEWS = ["Curves", "Timeline", "Samples", "Layout", "Job", "Compare"];
+const VIEWS = ["Curves", "Timeline", "Samples", "Experts", "Layout", "Job", "Compare"];
 const FIRST = ["loss", "reward", "evalLoss", "evalScore", "gradNorm", "learningRate", "tokensPerSecondPerGpu", "seconds", "expertImbalance", "routerEntropy", "idleExperts", "entropy"];
 const KINDS = ["starting", "training", "waiting", "saving", "evaluating", "recovering", "stopped"];
 const SHORT = { tensor: "tp", context: "cp", data: "dp", pipeline: "pp", expert: "ep", expert_tensor: "etp", expert_data: "edp" };
@@ -335,6 +335,45 @@ function shownSample(row) {
   const parts = ["prompt", "answer", "completion", "text"].filter((name) => name in row).flatMap((name) => [make("div", { class: "who" }, name), make("pre", {}, String(row[name]))]);
   return make("article", { class: "sample" + (score > 0 ? " up" : score < 0 ? " down" : "") }, facts, ...parts);
 }
+async function loadExperts(run) {
+  if (embedded) return embedded.runs[run].experts;
+  return (await ask("/api/experts?run=" + run)).json();
+}
+// From nothing over the mean, which is the middle, to three times the mean.
+function heatColor(share) {
+  const isDark = document.documentElement.dataset.theme === "dark";
+  if (share === 0) return isDark ? "#000" : "#222";
+  const strength = Math.min(1, Math.abs(Math.log2(share)) / 1.6), hue = share < 1 ? 215 : 18;
+  return isDark ? `hsl(${hue} 70% ${18 + strength * 44}%)` : `hsl(${hue} 75% ${95 - strength * 48}%)`;
+}
+async function showExperts(view) {
+  const log = await loadExperts(state.current);
+  if (!log.steps.length) { view.replaceChildren(make("p", { class: "quiet" }, "This run has not recorded the load of experts: it has none, or an older version wrote it.")); return; }
+  const select = make("select", { "aria-label": "Layer" }, make("option", { value: "-1" }, "all layers: share of experts in use"), ...log.layers.map((layer, number) => make("option", { value: String(number) }, "layer " + layer + ": load of each expert")));
+  const canvas = make("canvas", { class: "heat", role: "img", "aria-label": "Load of experts by step" }), text = make("output", { class: "quiet" });
+  const loads = decodeBytes(log.loads), rowsOf = (number) => number < 0 ? log.layers.length : log.experts;
+  const cell = (column, row, number) => number < 0 ? log.use[column][row] : loads[(column * log.layers.length + number) * log.experts + row] / 64;
+  const draw = () => {
+    const number = Number(select.value), rows = rowsOf(number), box = canvas.getBoundingClientRect();
+    canvas.width = box.width; canvas.height = box.height;
+    const context = canvas.getContext("2d"), width = box.width / log.steps.length, height = box.height / rows;
+    for (let column = 0; column < log.steps.length; column++) for (let row = 0; row < rows; row++) {
+      context.fillStyle = heatColor(number < 0 ? Math.max(0.01, cell(column, row, number)) : cell(column, row, number));
+      context.fillRect(Math.floor(column * width), Math.floor(row * height), Math.ceil(width), Math.ceil(height));
+    }
+  };
+  canvas.addEventListener("pointermove", (event) => {
+    const number = Number(select.value), rows = rowsOf(number), box = canvas.getBoundingClientRect();
+    const column = Math.min(log.steps.length - 1, Math.floor(event.offsetX / box.width * log.steps.length)), row = Math.min(rows - 1, Math.floor(event.offsetY / box.height * rows));
+    const value = cell(column, row, number);
+    text.textContent = "step " + log.steps[column] + ", " + (number < 0 ? "layer " + log.layers[row] + ": " + (value * 100).toFixed(1) + " % of the experts in use" : "expert " + row + ": " + (value >= 3.98 ? "4 or more" : value.toFixed(2)) + " times the mean");
+  });
+  select.addEventListener("change", draw);
+  const keys = [[0, "no token"], [0.35, "a third"], [1, "the mean"], [2.8, "three times"]].map(([share, label]) => { const dot = make("i", { class: "dot" }); dot.style.background = heatColor(share); return make("span", {}, dot, label); });
+  view.replaceChildren(make("div", { class: "bar" }, select, text), canvas, make("div", { class: "legend" }, make("span", {}, "steps " + log.steps[0] + " to " + log.steps[log.steps.length - 1] + ", from left to right"), ...keys));
+  draw(); charts.add({ draw, hover() {} });
+}
+function decodeBytes(text) { return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)); }
 async function showLayout(view) {
   const run = await loadDetails(state.current), groups = ["tensor", "context", "data", "pipeline", "expert", "expert_tensor", "expert_data"];
   if (!run.layout.length) { view.replaceChildren(make("p", { class: "quiet" }, "The run has not written its job yet.")); return; }
@@ -376,9 +415,11 @@ async function showCompare(view) {
 }
 
 // --- frame -----------------------------------------------------------------------------------------------------------
-const SHOW = [showCurves, showTimeline, showSamples, showLayout, showJob, showCompare];
+const SHOW = [showCurves, showTimeline, showSamples, showExperts, showLayout, showJob, showCompare];
+let turns = 0;
 async function show() {
-  charts.clear();
+  const turn = ++turns;
+  charts.clear(); delete document.body.dataset.ready;
   document.getElementById("tabs").replaceChildren(...VIEWS.map((name, number) => make("button", { type: "button", role: "tab", "aria-selected": String(number === state.view), onclick: () => { state.view = number; show(); } }, name)));
   document.getElementById("runs").replaceChildren(...state.runs.map((run, number) => {
     const dot = make("i", { class: "dot" }); dot.style.background = "var(--c" + number % 8 + ")";
@@ -391,7 +432,7 @@ async function show() {
   const view = make("div", {});
   document.getElementById("view").replaceChildren(view);
   try { await SHOW[state.view](view); } catch (error) { view.replaceChildren(make("p", { class: "bad" }, String(error))); }
-  document.body.dataset.ready = VIEWS[state.view];
+  if (turn === turns) document.body.dataset.ready = VIEWS[state.view];
 }
 function toggle(number) { if (!state.overlaid.delete(number)) state.overlaid.add(number); show(); }
 function setTheme(theme) { document.documentElement.dataset.theme = theme; for (const chart of charts) requestDraw(chart); }
