@@ -5,6 +5,7 @@ A checkpoint is compared with the model's table before any tensor is read. Knows
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from moejob_trainer.conversion.quantized import TensorSource, open_tensor_source
 from moejob_trainer.conversion.tensor_table import TensorPiece, relative_slices, slice_lengths
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
 
+_HOST = torch.device("cpu")
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ITS_CONFIG = "use the config.json that was published with it"
@@ -43,11 +45,14 @@ class PublishedCheckpoint:
         return tensor
 
     def fill_tensor(self, target: Tensor, parameter: Parameter, held_region: Slices) -> None:
-        """Read a part into an existing tensor, with a part of one published tensor in memory at a time."""
+        """Read a part into an existing tensor, with a part of one published tensor in memory at a time.
+
+        The part moves to the tensor's device as it lies in the file, and is checked and transposed there.
+        """
         with torch.no_grad():
             if slice_lengths(held_region) != _filled_sizes(self.table.by_parameter[parameter.name], held_region):
                 target.zero_()
-            for target_slices, part in self._stored_parts(parameter, held_region):
+            for target_slices, part in self._stored_parts(parameter, held_region, target.device):
                 target[target_slices].copy_(part)
 
     def has_equal_values(self, weight: Tensor, parameter: Parameter, held_region: Slices) -> bool:
@@ -55,27 +60,29 @@ class PublishedCheckpoint:
         parts = self._stored_parts(parameter, held_region)
         return all(torch.equal(part, weight[target_slices].to(part.dtype).cpu()) for target_slices, part in parts)
 
-    def _stored_parts(self, parameter: Parameter, held_region: Slices) -> Iterator[tuple[Slices, Tensor]]:
+    def _stored_parts(
+        self, parameter: Parameter, held_region: Slices, device: torch.device = _HOST
+    ) -> Iterator[tuple[Slices, Tensor]]:
         for piece in self.table.by_parameter[parameter.name]:
             part = piece.overlap(held_region)
             if part is not None:
                 around = piece.enclosing_part(part)
                 yield (
                     relative_slices(part, held_region),
-                    piece.view_as_ours(self._read_piece(piece, around), around)[relative_slices(part, around)],
+                    piece.view_as_ours(self._read_piece(piece, around, device), around)[relative_slices(part, around)],
                 )
 
-    def _read_piece(self, piece: TensorPiece, part: Slices) -> Tensor:
+    def _read_piece(self, piece: TensorPiece, part: Slices, device: torch.device) -> Tensor:
         region = piece.source_slices(part)
-        values = self.checkpoint.read(piece.tensor, region)
-        if not bool(torch.isfinite(values).all()):
+        values = self.checkpoint.read(piece.tensor, region).to(device)
+        if not _is_all_finite(values):
             file = self.checkpoint.tensors[piece.tensor].file
             raise unusable_checkpoint(
                 f"{file}: {piece.tensor} holds numbers that are not finite; use another checkpoint"
             )
         for copy in self.table.copies:
             if copy.original == piece.tensor and copy.tensor in self.checkpoint.tensors:
-                self._require_equal_copy(copy, region, values)
+                self._require_equal_copy(copy, region, values.cpu())
         return values
 
     def _require_equal_copy(self, copy: TensorCopy, region: Slices, expected: Tensor) -> None:
@@ -84,6 +91,12 @@ class PublishedCheckpoint:
                 f"{self.checkpoint.folder}: {copy.tensor} differs from {copy.original}, but this model has one weight "
                 "for both; correct tie_word_embeddings in config.json, or set training.mtpLossCoefficient to 0"
             )
+
+
+def _is_all_finite(values: Tensor) -> bool:
+    # aminmax passes on a NaN, and is an infinity where there is one. On a host it takes a 25th of isfinite's time, which
+    # was half of a start: 10 ms for an expert's 1.5 million numbers.
+    return not values.numel() or all(math.isfinite(bound) for bound in torch.aminmax(values))
 
 
 def open_published_checkpoint(folder: Path, table: TensorTable) -> PublishedCheckpoint:
