@@ -70,7 +70,8 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
     parser.add_argument("--work", type=Path, default=Path("/tmp/moejob-ahead"), help="folder of model and runs")
-    parser.add_argument("--variants", nargs="+", default=["separate-0", "separate-1", "separate-4", "colocated-0"])
+    parser.add_argument("--model", type=Path, help="folder of the model, written where it is missing")
+    parser.add_argument("--variants", nargs="*", default=["separate-0", "separate-1", "separate-4", "colocated-0"])
     parser.add_argument("--accelerator", default="CPU", choices=["CPU", "GPU"])
     parser.add_argument("--gpus", default="0,1", help="as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--gpu-type", default="H200")
@@ -78,6 +79,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=64, help="of a layer, on GPUs; half of the original's")
     parser.add_argument("--vocabulary", type=int, default=2048, help="tokens: about the mean length of an answer")
     parser.add_argument("--share", type=float, default=0.45, help="colocated engines' part of a GPU's memory")
+    parser.add_argument(
+        "--kl", type=float, default=0.0, help="weight of the penalty: above 0 a reference model computes"
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--answer-tokens", type=int, default=8192)
@@ -87,12 +91,14 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _write_model(options: argparse.Namespace) -> Path:
-    """Write random weights, those of Qwen3-30B-A3B's layers on GPUs."""
+    """Write random weights, those of Qwen3-30B-A3B's layers on GPUs; runs beside this one may share them."""
     import torch  # noqa: PLC0415  # the parser's help needs no torch
 
     from benchmarks.rollout.models import write_model  # noqa: PLC0415  # ditto
 
-    folder: Path = options.work / "model"
+    folder: Path = options.model or options.work / "model"
+    if (folder / "tokenizer_config.json").exists():
+        return folder
     if options.accelerator == "CPU":
         write_model(folder, torch.float32, "cpu", vocab_size=options.vocabulary, **_SMALL_SIZES)
     else:
@@ -135,6 +141,7 @@ def _grpo_job(
                 "groupSize": options.group,
                 "promptsPerStep": options.prompts,
                 "maxNewTokens": options.answer_tokens,
+                "kl": {"coefficient": options.kl},
                 # Half of random texts end so: the answers of a group differ in their reward.
                 "rewards": [{"name": "format", "pattern": "(?s).*[a-m]"}],
                 "rollout": rollout,
