@@ -120,10 +120,19 @@ def await_answers(job: SubmittedJob, engine: EnginePod) -> None:
 
 def kill_engine(job: SubmittedJob, engine: EnginePod) -> None:
     """All of its processes end without a word."""
+    _signal_engine(job, engine, signal.SIGKILL)
+
+
+def pause_engine(job: SubmittedJob, engine: EnginePod) -> None:
+    """All of its processes stand still, with their connections open."""
+    _signal_engine(job, engine, signal.SIGSTOP)
+
+
+def _signal_engine(job: SubmittedJob, engine: EnginePod, number: signal.Signals) -> None:
     for pid in job.nodes.pids(job.namespace, engine.name):
         with suppress(ProcessLookupError, FileNotFoundError):
             if Path(f"/proc/{pid}/comm").read_text().strip() != "pause":
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 def away_from_trainer(job: SubmittedJob) -> EnginePod:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from random import Random
+from time import sleep
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import yaml
@@ -29,22 +33,42 @@ from cluster.nodes.engines import (
     kill_engine,
     load_image,
     next_engine,
+    pause_engine,
     provide_environment,
     read_answers,
     ready_engine,
     shown_score,
 )
 from cluster.nodes.fault_harness import RANDOM_MODEL
-from cluster.nodes.faults import kill_pod
+from cluster.nodes.faults import kill_pod, kill_rank
 from cluster.nodes.pods import build_claim
+from cluster.nodes.recovery import GangPod, find_gang_pods
 from cluster.nodes.strangers import await_address, make_namespace, start_stranger
-from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, SubmittedJob, run_here, submit_job
+from cluster.nodes.training import (
+    ROOT,
+    TRAINER_PYTHON,
+    TRAINING_SECONDS,
+    VERSION,
+    Run,
+    SubmittedJob,
+    run_here,
+    submit_job,
+)
 from cluster.waiting import until
 from moejob_api.contract.pods import PodPort
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"
 _numbers = count()
+# Engines write answers for the next step while a step learns; every step leaves what a test has to know of its groups.
+AHEAD_STEPS = 6
+AHEAD = {
+    "spec": {
+        "training": {"maxSteps": AHEAD_STEPS},
+        "grpo": {"recordTokens": True, "rollout": {"staleness": 1}},
+        "checkpoint": {"everySteps": 1, "keep": 100},
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +106,13 @@ def undisturbed_run(random_model_folder: Path, tmp_path_factory: pytest.TempPath
 
 
 @contextmanager
-def submit_with_engine(nodes: Cluster, home: Release) -> Iterator[SubmittedJob]:
+def submit_with_engine(
+    nodes: Cluster, home: Release, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[SubmittedJob]:
     """A job with an engine, and its end in any case."""
     name = f"with-engine-{next(_numbers)}"
-    job = submit_job(
-        nodes, home.namespace, merge_sections(job_with_engine(f"pvc://{VOLUME}/random"), {"metadata": {"name": name}})
-    )
+    changed = merge_sections(job_with_engine(f"pvc://{VOLUME}/random"), changes)
+    job = submit_job(nodes, home.namespace, merge_sections(changed, {"metadata": {"name": name}}))
     try:
         yield job
     finally:
@@ -110,6 +135,38 @@ def assert_gang_untouched(job: SubmittedJob, gang: dict[str, str]) -> None:
     assert job.run().steps() == [(0, 0, step) for step in range(1, STEPS + 1)]
     for step, said in read_answers(job.run()).items():
         assert {answer["version"] for answer in said} == {step - 1}
+
+
+def await_trainer(job: SubmittedJob) -> GangPod:
+    """Wait until the only trainer has its rank."""
+
+    def find_trainer() -> GangPod | None:
+        return next((member for member in find_gang_pods(job).values() if member.rank), None)
+
+    trainer = until(find_trainer, seconds=TRAINING_SECONDS, waiting_for=job.describe)
+    assert trainer is not None
+    return trainer
+
+
+def await_weights(job: SubmittedJob) -> None:
+    """Wait until weights of another version begin to travel to the engine."""
+    folder = job.run().folder / "weights"
+
+    def read_labels() -> set[str]:
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+    labels = read_labels()
+    until(lambda: read_labels() - labels, seconds=TRAINING_SECONDS, waiting_for=job.describe)
+
+
+def require_prompts_kept(job: SubmittedJob) -> None:
+    """Each prompt that was drawn was taken by one step or is in the checkpoint; no token is older than one version."""
+    folder = job.run().folder
+    command = [TRAINER_PYTHON, "-m", "trainer.rollouts.recorded_groups", folder, str(AHEAD_STEPS)]
+    check = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stderr
+    for step, answers in read_answers(job.run()).items():
+        assert {answer["version"] for answer in answers} <= {max(step - 2, 0), step - 1}
 
 
 def assert_like(run: Run, other: Run) -> None:
@@ -183,6 +240,71 @@ def test_an_engine_on_a_node_that_is_cut_off_is_replaced_on_another(
             nodes.reconnect(engine.node)
             nodes.await_ready(engine.node)
         assert_like(job.run(), undisturbed_run)
+
+
+Fault = Callable[[SubmittedJob, EnginePod], object]
+
+
+@in_full
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(kill_engine, id="killed"),
+        pytest.param(pause_engine, id="hung"),
+        pytest.param(lambda job, engine: kill_pod(job.nodes, job.namespace, engine.name), id="deleted"),
+    ],
+)
+@pytest.mark.parametrize("is_publishing", [False, True], ids=["answers in flight", "weights on their way"])
+def test_an_engine_that_is_lost_while_it_generates_ahead_costs_no_prompt(
+    fault: Fault, is_publishing: bool, nodes: Cluster, engine_release: Release
+) -> None:
+    with submit_with_engine(nodes, engine_release, AHEAD) as job:
+        engine = ready_engine(job)
+        gang = await_generation(job, engine)
+        if is_publishing:
+            await_weights(job)
+        fault(job, engine)
+        next_engine(job, engine)
+        job.await_end()
+        assert job.pod_uids() == gang
+        assert job.run().steps() == [(0, 0, step) for step in range(1, AHEAD_STEPS + 1)]
+        require_prompts_kept(job)
+
+
+@in_full
+def test_an_engine_that_is_cut_off_while_it_generates_ahead_costs_no_prompt(
+    nodes: Cluster, engine_release: Release
+) -> None:
+    with submit_with_engine(nodes, engine_release, AHEAD) as job:
+        engine = away_from_trainer(job)
+        await_generation(job, engine)
+        nodes.cut_off(engine.node)
+        try:
+            assert next_engine(job, engine).node != engine.node
+            job.await_end()
+        finally:
+            nodes.reconnect(engine.node)
+            nodes.await_ready(engine.node)
+        require_prompts_kept(job)
+
+
+@in_full
+def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
+    nodes: Cluster, engine_release: Release
+) -> None:
+    random = Random(45)
+    # A third of the starts ends before its first step: those count.
+    patient = merge_sections(AHEAD, {"spec": {"lifecycle": {"backoffLimit": 20}}})
+    with submit_with_engine(nodes, engine_release, patient) as job:
+        engine = ready_engine(job)
+        for _ in range(20):
+            await_trainer(job)
+            # From before the ranks meet to the second step behind a resume.
+            sleep(random.uniform(0, 30))
+            kill_rank(await_trainer(job))
+        job.await_end()
+        assert ready_engine(job) == engine
+        require_prompts_kept(job)
 
 
 @in_full

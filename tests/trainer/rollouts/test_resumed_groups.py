@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from safetensors.numpy import load_file
 
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract.pods import Environment
-from moejob_trainer.checkpoints.names import MARKER, parse_step_folder
-from moejob_trainer.distributed.encoding import Array
+from moejob_trainer.checkpoints.names import MARKER
+from trainer.rollouts.recorded_groups import (
+    SavedState,
+    complete_checkpoints,
+    read_groups,
+    read_state,
+    require_nothing_lost,
+)
 from trainer.rollouts.stand_in import StandIn
 from trainer.runs import Runs, StartedRanks, await_result
 
@@ -117,85 +121,6 @@ class AheadRun:
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
-    def checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints, the one to resume from last."""
-        folders = [(parse_step_folder(path.name), path) for path in (self.folder / "checkpoints").glob("step-*")]
-        complete = [(name, path) for name, path in folders if name is not None and (path / MARKER).exists()]
-        return [path for _, path in sorted(complete)]
-
-    def recorded_groups(self) -> list[RecordedGroup]:
-        """Return the groups of all steps, in order."""
-        return [
-            group
-            for step in range(1, STEPS + 1)
-            for group in recorded_groups(load_file(self.folder / f"tokens/step-{step}.safetensors"), step)
-        ]
-
-
-@dataclass(frozen=True)
-class RecordedGroup:
-    """A group that a step took, with all that was saved of it."""
-
-    number: int
-    step: int
-    contents: tuple[bytes, ...]
-
-
-def group_contents(*columns: Array) -> tuple[bytes, ...]:
-    return tuple(column.tobytes() for column in columns)
-
-
-def recorded_groups(record: Mapping[str, Array], step: int) -> list[RecordedGroup]:
-    ends = np.cumsum(record["answer.length"])
-    groups = []
-    for place, number in enumerate(record["group.number"].tolist()):
-        answers = np.flatnonzero(record["answer.group"] == place)
-        tokens = slice(ends[answers[0]] - record["answer.length"][answers[0]], ends[answers[-1]])
-        columns = (record[name][tokens] for name in ("token.id", "token.engine", "token.version"))
-        groups.append(RecordedGroup(number, step, group_contents(*columns, record["answer.reward"][answers])))
-    return groups
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The groups and prompts of a checkpoint."""
-
-    step: int
-    # Prompts that were drawn before it.
-    drawn: int
-    unfinished: tuple[int, ...]
-    finished: Mapping[int, tuple[bytes, ...]]
-
-
-def read_state(checkpoint: Path) -> SavedState:
-    entry = json.loads((checkpoint / "run-state.json").read_text())
-    objective, path = entry["objective"], checkpoint / "objective-state.safetensors"
-    arrays = load_file(path) if path.exists() else {}
-    finished: dict[int, tuple[bytes, ...]] = {}
-    answer = token = 0
-    for number, count in zip(arrays.get("group.number", ()), arrays.get("group.answers", ()), strict=True):
-        answers = slice(answer, answer + count)
-        length = int(arrays["answer.tokens"][answers].sum())
-        columns = (arrays[f"token.{name}"][token : token + length] for name in ("id", "logProbability", "version"))
-        finished[int(number)] = group_contents(*columns, arrays["answer.reward"][answers])
-        answer, token = answer + count, token + length
-    return SavedState(
-        entry["step"],
-        sum(json.loads(objective["cursor"])["taken"]),
-        tuple(number for number, *_ in objective.get("unfinishedPrompts", ())),
-        finished,
-    )
-
-
-def require_nothing_lost(run: AheadRun) -> None:
-    """Every prompt that was drawn was taken by one step, or is in the last checkpoint; so it was at each of them."""
-    groups = run.recorded_groups()
-    newest = {state.step: state for state in map(read_state, run.checkpoints())}
-    assert [*newest] == [*range(1, STEPS + 1)]
-    for state in newest.values():
-        taken = [group.number for group in groups if group.step <= state.step]
-        assert Counter([*taken, *state.unfinished, *state.finished]) == Counter(range(state.drawn)), state.step
-
 
 # When a run is killed, as a function of its steps so far.
 Moment = Callable[[AheadRun, int], bool]
@@ -232,13 +157,13 @@ def test_a_run_that_is_killed_again_and_again_takes_each_prompt_once_in_any_layo
             await_result(lambda: has_come(run, before) or not started.is_running(), has_come.__name__)  # noqa: B023
             assert started.is_running(), started.read_log()
             started.kill()
-            resumed_states += [read_state(path) for path in run.checkpoints()[-1:]]
+            resumed_states += [read_state(path) for path in complete_checkpoints(run.folder)[-1:]]
         last = run.start(ONE_RANK)
         assert not any(last.await_exit_codes()), last.read_log()
     finally:
         run.runs.close()
-    require_nothing_lost(run)
-    contents = {group.number: group.contents for group in run.recorded_groups()}
+    require_nothing_lost(run.folder, STEPS)
+    contents = {group.number: group.contents for group in read_groups(run.folder, STEPS)}
     saved = {number: each for state in resumed_states for number, each in state.finished.items()}
     assert saved, "no checkpoint had a finished group: the test has tested nothing"
     # A group that was finished is trained on as it was, though the engine never answers the same again.
