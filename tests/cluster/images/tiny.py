@@ -36,7 +36,9 @@ def trained(container: Callable[[str, Container], ConfinedContainer], folder: Pa
 
 
 def _value(variable: dict[str, Any]) -> str:
-    """The value that the kubelet gives a variable: of the job's Secret where the manifest names one."""
+    """The value that the kubelet gives a variable: the pod's node, one of the job's Secret, or that of the manifest."""
+    if variable.get("valueFrom") == {"fieldRef": {"fieldPath": "spec.nodeName"}}:
+        return "node-1"
     if "valueFrom" in variable:
         assert variable["valueFrom"].keys() == {"secretKeyRef"}, variable
         return secrets.token_hex(32)
