@@ -42,6 +42,15 @@ _TIMES = (
     "2030-01-01T00:00:00.123456789+14:00",
     "1970-01-01t00:00:00z",
 )
+# Patches of pods, of which some are refused.
+TEMPLATES: tuple[dict[str, Any], ...] = (
+    {},
+    {"metadata": {"labels": {"example.com/team": "a"}}},
+    {"spec": {"volumes": [{"name": "cache", "emptyDir": {}}], "hostNetwork": True}},
+    {"spec": {"containers": [{"name": "beside", "image": "registry.example/beside:1"}]}},
+    {"spec": {"hostPID": True}},
+    {"specs": {}},
+)
 _WHOLES = (0, 1, 2, 3, 4, 7, 8, 16, 64, 1000)
 
 
@@ -94,6 +103,8 @@ class AnyJob:
                 assert field.element is not None
                 count = max(field.shortest or 0, min(field.longest or 3, self._chance.choice((0, 1, 1, 2, 3, 20))))
                 return [self._value(field.element) for _ in range(count)]
+            case FieldKind.FREE:
+                return self._chance.choice(TEMPLATES)
             case FieldKind.SWITCH:
                 return self._chance.random() < 0.5
             case FieldKind.WHOLE | FieldKind.NUMBER:

@@ -294,6 +294,30 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
         "sets it from the layout",
         {"resources": {"env": [{"name": "MASTER_ADDR", "value": "elsewhere"}]}},
     ),
+    BrokenSpec(
+        "a template with a field that a pod has and a template not",
+        Rule.POD_TEMPLATE,
+        "trainer.spec.hostPID is no field of a template; processes of other pods",
+        {"podTemplate": {"trainer": {"spec": {"hostPID": True}}}},
+    ),
+    BrokenSpec(
+        "a template with a field of a container that no limit sees",
+        Rule.POD_TEMPLATE,
+        "volumeDevices is no field of a template; use volumeMounts",
+        {"podTemplate": {"trainer": {"spec": {"containers": [{"name": "a", "volumeDevices": []}]}}}},
+    ),
+    BrokenSpec(
+        "a template with a volume that no limit sees",
+        Rule.POD_TEMPLATE,
+        "nfs is no field of a template",
+        {"podTemplate": {"trainer": {"spec": {"volumes": [{"name": "a", "nfs": {"server": "b", "path": "/"}}]}}}},
+    ),
+    BrokenSpec(
+        "a template of engines that have no pods",
+        Rule.POD_TEMPLATE,
+        "no pods of engines",
+        {"podTemplate": {"rollout": {"spec": {"hostAliases": []}}}},
+    ),
     BrokenSpec("an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}),
     BrokenSpec(
         "a toleration with exists and value",

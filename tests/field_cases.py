@@ -23,6 +23,8 @@ def build_example(field: JobField) -> Any:
             return {name: build_example(inner) for name, inner in field.fields.items()}
         case FieldKind.MAP:
             return {"key": "value"}
+        case FieldKind.FREE:
+            return {"metadata": {"annotations": {"example.com/key": "value"}}}
         case FieldKind.LIST:
             assert field.element is not None
             return [build_example(field.element)]
@@ -52,6 +54,8 @@ def field_values(field: JobField) -> Iterator[tuple[Any, bool]]:
             yield from _map_values(field)
         case FieldKind.LIST:
             yield from _list_values(field)
+        case FieldKind.FREE:
+            yield from ((build_example(field), True), ({}, True), ("text", False), ([], False), (1, False))
         case FieldKind.SWITCH:
             yield from ((False, True), ("true", False), (1, False), ([], False))
         case FieldKind.WHOLE | FieldKind.NUMBER:

@@ -12,6 +12,7 @@ import yaml
 
 from builders import GRPO, SFT, merge_sections
 from moejob_api.contract.pods import Environment
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.actions import Ensure
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
@@ -37,6 +38,7 @@ class GoldenJob:
     name: str
     sections: Mapping[str, Any]
     apis: frozenset[GangApi] = field(default_factory=frozenset)
+    limits: JobLimits = DEFAULT_LIMITS
 
 
 _TINY: Mapping[str, Any] = {
@@ -129,14 +131,16 @@ def _manifests(golden: GoldenJob) -> Iterator[dict[str, Any]]:
         "metadata": {"name": "job", "namespace": "team", "uid": "6f1c", "generation": 1},
         "spec": merge_sections(base, golden.sections),
     }
-    return (_without_spec(manifest) for manifest in create_manifests(raw, golden.apis))
+    return (_without_spec(manifest) for manifest in create_manifests(raw, golden.apis, golden.limits))
 
 
-def create_manifests(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
+def create_manifests(
+    raw: Mapping[str, Any], apis: frozenset[GangApi], limits: JobLimits = DEFAULT_LIMITS
+) -> Iterator[dict[str, Any]]:
     """All that the operator creates when it first sees a job that the API server holds."""
     seen = read_observation(dict(raw), Children((), (), (), ()), SpecCache())
     assert seen.job.spec is not None, seen.job.problems
-    validation = validate_spec(seen.job.spec)
+    validation = validate_spec(seen.job.spec, limits)
     assert validation.is_accepted, validation.problems
     for action in plan_reconciliation(
         seen, validation, OperatorSetting(IMAGES, apis, JobNetwork("moejob-system")), NOW

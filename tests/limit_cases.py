@@ -22,6 +22,8 @@ ALLOWED: dict[str, Any] = {
     "nodeSelectors": ["pool=training", "topology.kubernetes.io/zone=*"],
     "labels": ["example.com/*", "kueue.x-k8s.io/queue-name=team"],
     # A reserved key that is named whole is allowed.
+    "hostPaths": ["/home/kubernetes/bin/*", "/dev/infiniband"],
+    "privileges": ["hostNetwork", "capabilities/IPC_LOCK"],
     "annotations": ["example.com/*", "k8s.v1.cni.cncf.io/networks=*", "scheduling.volcano.sh/queue-name=*"],
 }
 
@@ -38,6 +40,39 @@ class LimitCase:
 
 def _pods(case: str, path: str = "", says: str = "", **resources: Any) -> LimitCase:
     return LimitCase(case, {"resources": resources}, path and f"spec.resources.{path}", says)
+
+
+def _template(case: str, path: str = "", says: str = "", metadata: Any = None, **spec: Any) -> LimitCase:
+    """Show the same for a template of trainers; path is below it."""
+    template = {"metadata": metadata} if metadata is not None else {"spec": spec}
+    where = path and f"spec.podTemplate.trainer.{path}"
+    return LimitCase(f"template: {case}", {"podTemplate": {"trainer": template}}, where, says)
+
+
+def _beside(**container: Any) -> list[dict[str, Any]]:
+    return [{"name": "beside", "image": "registry.example.com/ml/beside:1", **container}]
+
+
+def _volume(**source: Any) -> list[dict[str, Any]]:
+    return [{"name": "extra", **source}]
+
+
+def _nodes(operator: str, key: str = "pool", *values: str) -> dict[str, Any]:
+    expression: dict[str, Any] = {"key": key, "operator": operator, **({"values": list(values)} if values else {})}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def _preferred_nodes(value: str) -> dict[str, Any]:
+    preference = {"matchExpressions": [{"key": "pool", "operator": "In", "values": [value]}]}
+    preferred = [{"weight": 1, "preference": preference}]
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _ephemeral(storage_class: str) -> dict[str, Any]:
+    amounts = {"requests": {"storage": "1Gi"}}
+    claim = {"accessModes": ["ReadWriteOnce"], "storageClassName": storage_class, "resources": amounts}
+    return {"volumeClaimTemplate": {"spec": claim}}
 
 
 def _variable(**source: Any) -> list[dict[str, Any]]:
@@ -72,6 +107,29 @@ WITHIN: tuple[LimitCase, ...] = (
     _pods("no GPUs", accelerator="CPU", gpuResource="example.com/phone"),
     _pods("node selectors", nodeSelector={"pool": "training", "topology.kubernetes.io/zone": "a"}),
     _pods("labels", labels={"example.com/a": "b"}, annotations={"example.com/a": "b c"}),
+    _template("labels", metadata={"labels": {"example.com/a": "b"}, "annotations": {"example.com/a": "b c"}}),
+    _template(
+        "a sidecar with all that is allowed",
+        containers=_beside(
+            env=[{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "token"}}}],
+            envFrom=[{"configMapRef": {"name": "nccl"}}, {"secretRef": {"name": "team-all"}}],
+            resources={"limits": {"rdma/hca": 1, "cpu": "1", "hugepages-2Mi": "64Mi"}},
+            securityContext={"capabilities": {"add": ["IPC_LOCK"]}},
+        ),
+        volumes=[
+            *_volume(hostPath={"path": "/home/kubernetes/bin/gib"}),
+            {"name": "secret", "secret": {"secretName": "team-files"}},
+            {"name": "claim", "persistentVolumeClaim": {"claimName": "models"}},
+            {"name": "scratch", "ephemeral": _ephemeral("shared")},
+            {"name": "several", "projected": {"sources": [{"configMap": {"name": "nccl"}}]}},
+        ],
+        hostNetwork=True,
+        runtimeClassName="nvidia",
+        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        nodeSelector={"pool": "training"},
+        affinity=_nodes("In", "pool", "training"),
+    ),
+    _template("any statement about an open key", affinity=_nodes("Exists", "topology.kubernetes.io/zone")),
 )
 
 BEYOND: tuple[LimitCase, ...] = (
@@ -118,9 +176,126 @@ BEYOND: tuple[LimitCase, ...] = (
         "the key app.kubernetes.io/managed-by is reserved",
         annotations={"app.kubernetes.io/managed-by": "moejob"},
     ),
+    _template("image", "spec", "image evil", containers=_beside(image="evil")),
+    _template("image of an init container", "spec", "image evil", initContainers=_beside(image="evil")),
+    _template(
+        "Secret of a variable",
+        "spec",
+        "Secret b",
+        containers=_beside(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "b", "key": "c"}}}]),
+    ),
+    _template("Secret read whole", "spec", "Secret b", containers=_beside(envFrom=[{"secretRef": {"name": "b"}}])),
+    _template("Secret as files", "spec", "Secret b", volumes=_volume(secret={"secretName": "b"})),
+    _template(
+        "Secret among files", "spec", "Secret b", volumes=_volume(projected={"sources": [{"secret": {"name": "b"}}]})
+    ),
+    _template(
+        "ConfigMap of a variable",
+        "spec",
+        "ConfigMap b",
+        containers=_beside(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "b", "key": "c"}}}]),
+    ),
+    _template(
+        "ConfigMap whole", "spec", "ConfigMap b", initContainers=_beside(envFrom=[{"configMapRef": {"name": "b"}}])
+    ),
+    _template("ConfigMap as files", "spec", "ConfigMap b", volumes=_volume(configMap={"name": "b"})),
+    _template(
+        "ConfigMap among files",
+        "spec",
+        "ConfigMap b",
+        volumes=_volume(projected={"sources": [{"configMap": {"name": "b"}}]}),
+    ),
+    _template("claim", "spec", "claim b", volumes=_volume(persistentVolumeClaim={"claimName": "b"})),
+    _template("storage class", "spec", "storage class b", volumes=_volume(ephemeral=_ephemeral("b"))),
+    _template("runtime class", "spec", "runtime class b", runtimeClassName="b"),
+    _template("toleration", "spec", "toleration b", tolerations=[{"key": "b", "operator": "Exists"}]),
+    _template("toleration of all", "spec", "toleration (every taint)", tolerations=[{"operator": "Exists"}]),
+    _template(
+        "device of a sidecar",
+        "spec",
+        "extended resource example.com/phone",
+        containers=_beside(resources={"limits": {"example.com/phone": 1}}),
+    ),
+    _template(
+        "device of the trainer",
+        "spec",
+        "extended resource example.com/phone",
+        containers=[{"name": "trainer", "resources": {"requests": {"example.com/phone": 1}}}],
+    ),
+    _template(
+        "all GPUs of a node",
+        "spec",
+        "extended resource NVIDIA_VISIBLE_DEVICES",
+        containers=_beside(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]),
+    ),
+    _template("node selector", "spec", "node selector pool=system", nodeSelector={"pool": "system"}),
+    _template("node affinity", "spec", "node selector pool=system", affinity=_nodes("In", "pool", "system")),
+    _template("nodes that are preferred", "spec", "node selector pool=system", affinity=_preferred_nodes("system")),
+    _template("nodes without a label", "spec", "node selector pool=!DoesNotExist", affinity=_nodes("DoesNotExist")),
+    _template("nodes of other labels", "spec", "pool=!NotIn", affinity=_nodes("NotIn", "pool", "training")),
+    _template("path of a node", "spec", "path of a node /etc", volumes=_volume(hostPath={"path": "/etc"})),
+    _template(
+        "path below a folder", "spec", "/dev/infiniband/x", volumes=_volume(hostPath={"path": "/dev/infiniband/x"})
+    ),
+    _template("privileged", "spec", "privilege privileged", containers=_beside(securityContext={"privileged": True})),
+    _template(
+        "privileged trainer",
+        "spec",
+        "privilege privileged",
+        containers=[{"name": "trainer", "securityContext": {"privileged": True}}],
+    ),
+    _template(
+        "escalation",
+        "spec",
+        "privilege allowPrivilegeEscalation",
+        initContainers=_beside(securityContext={"allowPrivilegeEscalation": True}),
+    ),
+    _template(
+        "capability",
+        "spec",
+        "privilege capabilities/NET_ADMIN",
+        containers=_beside(securityContext={"capabilities": {"add": ["IPC_LOCK", "NET_ADMIN"]}}),
+    ),
+    _template("root by number", "spec", "privilege root", containers=_beside(securityContext={"runAsUser": 0})),
+    _template("root in all containers", "spec", "privilege root", securityContext={"runAsNonRoot": False}),
+    _template(
+        "no seccomp", "spec", "privilege seccomp/Unconfined", securityContext={"seccompProfile": {"type": "Unconfined"}}
+    ),
+    _template(
+        "no AppArmor",
+        "spec",
+        "privilege appArmor/Unconfined",
+        containers=_beside(securityContext={"appArmorProfile": {"type": "Unconfined"}}),
+    ),
+    _template(
+        "parameter of the kernel",
+        "spec",
+        "privilege sysctls/net.core.somaxconn",
+        securityContext={"sysctls": [{"name": "net.core.somaxconn", "value": "1024"}]},
+    ),
+    _template(
+        "port of the node",
+        "spec",
+        "privilege hostPort",
+        containers=_beside(ports=[{"containerPort": 80, "hostPort": 80}]),
+    ),
+    _template("label", "metadata.labels", "label app=web", metadata={"labels": {"app": "web"}}),
+    _template("annotation", "metadata.annotations", "annotation b=c", metadata={"annotations": {"b": "c"}}),
+    _template(
+        "reserved label",
+        "metadata.labels",
+        "the key batch.kubernetes.io/job-name is reserved",
+        metadata={"labels": {"batch.kubernetes.io/job-name": "b"}},
+    ),
 )
 # Of BEYOND, where an installation sets no limits.
-REFUSED_BY_DEFAULT = {"label", "reserved label", "reserved annotation", "queue by an annotation"}
+REFUSED_BY_DEFAULT = {
+    *("label", "reserved label", "reserved annotation", "queue by an annotation"),
+    *("template: label", "template: reserved label", "template: path of a node", "template: path below a folder"),
+    *("template: privileged", "template: privileged trainer", "template: escalation", "template: capability"),
+    *("template: root by number", "template: root in all containers", "template: no seccomp", "template: no AppArmor"),
+    *("template: parameter of the kernel", "template: port of the node"),
+}
 
 # The same limits where any label and annotation is allowed: what each limit is about stays bounded.
 OPEN_KEYS: dict[str, Any] = {name: names for name, names in ALLOWED.items() if name != "annotations"} | {
@@ -151,6 +326,25 @@ WAYS_ROUND: tuple[LimitCase, ...] = (
         "extended resource NVIDIA_VISIBLE_DEVICES",
         env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}],
     ),
+    _template(
+        "queue by a label", "metadata.labels", "queue b", metadata={"labels": {"kueue.x-k8s.io/queue-name": "b"}}
+    ),
+    _template(
+        "priority of KAI", "metadata.labels", "priority class b", metadata={"labels": {"priorityClassName": "b"}}
+    ),
+    _template("networks", "metadata.annotations", "network b", metadata={"annotations": {_NETWORKS: "rdma-0,b"}}),
+    _template(
+        "nodes of KAI",
+        "metadata.labels",
+        "node selector kai.scheduler/node-pool=b",
+        metadata={"labels": {"kai.scheduler/node-pool": "b"}},
+    ),
+    _template(
+        "part of a GPU",
+        "metadata.annotations",
+        "extended resource gpu-fraction",
+        metadata={"annotations": {"gpu-fraction": "0.5"}},
+    ),
     LimitCase(
         "scheduler of a gang",
         {"lifecycle": {"gang": "Coscheduling"}},
@@ -164,6 +358,12 @@ _RESERVED_KEYS = (
     *("scheduling.volcano.sh/queue-name", "scheduling.k8s.io/group-name", "scheduling.x-k8s.io/pod-group"),
     *("kubernetes.io/egress-bandwidth", "batch.kubernetes.io/job-name", "app.kubernetes.io/name", "cdi.k8s.io/gpus"),
     *("container.apparmor.security.beta.kubernetes.io/trainer", "io.kubernetes.cri-o.Devices", "k8s.io/any"),
+    *(
+        "training.kubeflow.org/job-name",
+        "devices.gke.io/container.a",
+        "devices.nri.io/pod",
+        "devices.noderesource.dev/a",
+    ),
     *("io.kubernetes.cri.untrusted-workload", "topology.kubernetes.io/zone", "danm.k8s.io/interfaces"),
 )
 # Keys that an installation without a limit refuses all the same.

@@ -11,6 +11,7 @@ import yaml
 
 from charts import CHART, NAMESPACE, Helm, Object, RenderedChart, Values
 from limit_cases import ALLOWED
+from moejob_api.pod_template.in_cel import template_variables_cel
 from moejob_operator.reachable import CLOSED_PORT, OPEN_PORT
 
 ROOT = Path(__file__).parents[2]
@@ -212,23 +213,25 @@ def test_every_role_is_given_to_the_account_that_runs_and_to_nobody_else(helm: H
 USER_ROLES = {"moejob-view", "moejob-edit"}
 
 
+# Checked where an installation sets no limits.
+CLOSED = {"labels", "reserved", "hostPaths", "privileges"}
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("limits", "checked"),
     [
-        pytest.param({}, {"labels", "reserved"}, id="by default only keys of labels"),
-        pytest.param(
-            {"claims": [], "images": ["a/*"]}, {"labels", "reserved", "claims", "images"}, id="those that are given"
-        ),
+        pytest.param({}, CLOSED, id="by default only keys of labels"),
+        pytest.param({"claims": [], "images": ["a/*"]}, CLOSED | {"claims", "images"}, id="those that are given"),
         pytest.param(ALLOWED, {"reserved", *ALLOWED}, id="all"),
-        pytest.param({"requireQueue": True}, {"labels", "reserved"}, id="a queue"),
+        pytest.param({"requireQueue": True}, CLOSED, id="a queue"),
     ],
 )
 def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Values, checked: set[str]) -> None:
     spec = _limits(helm.render({"limits": limits}), "ValidatingAdmissionPolicy")["spec"]
-    assert {variable["name"] for variable in spec["variables"]} == checked
+    assert {variable["name"] for variable in spec["variables"]} == checked | template_variables_cel().keys()
     expressions = {validation["expression"] for validation in spec["validations"]}
     [served] = [expression for expression in expressions if "request.namespace" in expression]
     assert f'["kube-*","{NAMESPACE}"]' in served

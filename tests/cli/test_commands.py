@@ -173,6 +173,21 @@ def test_ranks_lists_every_rank() -> None:
     assert [row[0] for row in rows if len(row) > 10 and row[0].isdigit()] == [str(rank) for rank in range(16)]
 
 
+def test_pods_prints_the_first_pod_of_each_role_with_the_patch_of_the_job(tmp_path: Path) -> None:
+    template = {"spec": {"containers": [{"name": "daemon", "image": "registry.example/daemon:1"}]}}
+    answer = moejob("plan", str(EXAMPLES / "tiny-grpo.yaml"), "--pods", "--set", "grpo.rollout.placement=Separate")
+    assert answer.returncode == 0, answer.stderr
+    roles = [pod["metadata"]["labels"]["moejob.dev/role"] for pod in yaml.safe_load_all(answer.stdout)]
+    assert roles == ["trainer", "rollout"]
+    job = yaml.safe_load(ACCEPTED.read_text())
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job | {"spec": job["spec"] | {"podTemplate": {"trainer": template}}}))
+    [pod] = yaml.safe_load_all(moejob("plan", str(file), "--pods").stdout)
+    assert [entry["name"] for entry in pod["spec"]["initContainers"]] == ["daemon"]
+    refused = moejob("plan", str(REFUSED), "--pods")
+    assert (refused.returncode, "refused" in refused.stdout) == (1, True)
+
+
 def test_another_number_of_gpus_is_refused_with_layouts_for_it() -> None:
     answer = json.loads(moejob("plan", str(EXAMPLES / "qwen3-30b-sft-8gpu.yaml"), "--gpus", "16", "-o", "json").stdout)
     assert answer["problems"][0]["rule"] == "GpuCount"
@@ -247,6 +262,7 @@ def test_a_place_that_is_no_file_exits_2(tmp_path: Path, place: str) -> None:
         ),
         pytest.param(("plan", "x.yaml", "--gpus", "0"), "--gpus", id="no GPUs"),
         pytest.param(("plan", "x.yaml", "--gpu-type", "H100"), "only with --auto", id="auto's option without auto"),
+        pytest.param(("plan", "--auto", "--pods"), "--pods", id="pods of a layout that is not chosen"),
         pytest.param(("frobnicate",), "frobnicate", id="unknown command"),
     ],
 )

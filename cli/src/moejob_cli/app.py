@@ -146,6 +146,9 @@ def plan(
     settings: SetOption = None,
     gpus: GpusOption = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="List every rank, however many there are.")] = False,
+    pods: Annotated[
+        bool, typer.Option("--pods", help="Print the first pod of each role as YAML, as the operator would create it.")
+    ] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose the layout: the five fastest that fit.")] = False,
     write: Annotated[
         Path | None, typer.Option("--write", help="With --auto: write the job with the best layout to this new file.")
@@ -174,6 +177,8 @@ def plan(
     auto_options = {"--write": write, "--model": model, "--gpu-type": gpu_type, "--tflops": tflops}
     auto_options |= {"--nvlink": nvlink, "--network": network}
     given_options = [name for name, value in auto_options.items() if value is not None]
+    if auto and pods:
+        raise typer.BadParameter("has no meaning with --auto", param_hint="--pods")
     if auto:
         from moejob_cli.choosing import GpuSpeeds, LayoutRequest
 
@@ -187,7 +192,13 @@ def plan(
     else:
         from moejob_cli.inputs import plan_file
 
-        _show_plan(plan_file(file, settings or (), gpus), output, ranks)
+        answer = plan_file(file, settings or (), gpus)
+        if pods and answer.plan.is_accepted:
+            from moejob_cli.pods_report import pods_text
+
+            typer.echo(pods_text(answer), nl=False)
+            return
+        _show_plan(answer, output, ranks)
 
 
 def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoReturn:

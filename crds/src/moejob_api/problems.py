@@ -17,6 +17,7 @@ class Rule(StrEnum):
     EXACTLY_ONE = "ExactlyOne"
     CONFLICT = "Conflict"
     ENVIRONMENT = "Environment"
+    POD_TEMPLATE = "PodTemplate"
     # Layout
     GPU_COUNT = "GpuCount"
     NODE_SIZE = "NodeSize"

@@ -41,13 +41,14 @@ def test_a_job_beyond_a_limit_is_refused_where_it_names_what_it_may_not(case: Li
 @pytest.mark.parametrize("limit", [limited.value_name for limited in LIMITED_NAMES])
 def test_each_limit_refuses_when_it_is_given_and_only_then(limit: str) -> None:
     """Jobs of WITHIN name something for each limit, those of BEYOND too."""
-    none = JobLimits.model_validate({limit: [], "reserved": []})
+    none = JobLimits.model_validate({"hostPaths": None, "privileges": None, limit: [], "reserved": []})
     named = [case for case in WITHIN if list(limit_problems(spec(**case.sections), none))]
     assert named
     assert all(
         f"limits.{limit}" in found.message for case in named for found in limit_problems(spec(**case.sections), none)
     )
-    assert not [case for case in WITHIN if list(limit_problems(spec(**case.sections), JobLimits(reserved=())))]
+    no_limits = JobLimits(reserved=(), host_paths=None, privileges=None)
+    assert not [case for case in WITHIN if list(limit_problems(spec(**case.sections), no_limits))]
 
 
 @pytest.mark.parametrize("case", WAYS_ROUND, ids=lambda case: case.id)

@@ -82,7 +82,9 @@ def contract_environment(contract: PodContract) -> dict[Environment, str]:
 def spec_text(spec: Spec) -> str:
     """The spec as JSON with all defaults, without fields that only the pod is made of: these may hold secrets."""
     pod = spec.resources.model_copy(update={"env": (), "env_from": (), "labels": {}, "annotations": {}})
-    return spec.model_copy(update={"resources": pod}).model_dump_json(by_alias=True, exclude_none=True)
+    return spec.model_copy(update={"resources": pod, "pod_template": None}).model_dump_json(
+        by_alias=True, exclude_none=True
+    )
 
 
 def read_spec(text: str) -> Spec:

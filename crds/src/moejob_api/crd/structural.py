@@ -33,8 +33,9 @@ def schema_of(field: JobField, path: str) -> Schema:
 
 def _type_schema(field: JobField) -> Schema:
     match field.kind:
-        case FieldKind.OBJECT | FieldKind.MAP:
-            return {"type": "object"}
+        case FieldKind.OBJECT | FieldKind.MAP | FieldKind.FREE:
+            is_free = field.kind is FieldKind.FREE
+            return {"type": "object", **({"x-kubernetes-preserve-unknown-fields": True} if is_free else {})}
         case FieldKind.LIST:
             return {"type": "array"}
         case FieldKind.TEXT:

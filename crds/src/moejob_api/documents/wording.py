@@ -157,8 +157,8 @@ def expected_values(field: JobField) -> str:
                 if needed
                 else f"a mapping with fields such as {next(iter(field.fields))}"
             )
-        case FieldKind.MAP:
-            return f"a mapping{_count_text(field, 'of', ('entry', 'entries'))} of names to text"
+        case FieldKind.MAP | FieldKind.FREE:
+            return "a mapping with metadata or spec" if field.kind is FieldKind.FREE else _expected_map(field)
         case FieldKind.LIST:
             return f"a list{_count_text(field, 'of', ('item', 'items'))}"
         case FieldKind.SWITCH:
@@ -169,6 +169,10 @@ def expected_values(field: JobField) -> str:
             return f"a number{_range_text(field)}"
         case FieldKind.TEXT | FieldKind.WHOLE_OR_TEXT:
             return _expected_text(field)
+
+
+def _expected_map(field: JobField) -> str:
+    return f"a mapping{_count_text(field, 'of', ('entry', 'entries'))} of names to text"
 
 
 def _expected_text(field: JobField) -> str:

@@ -32,6 +32,8 @@ class FieldKind(StrEnum):
     NUMBER = auto()
     SWITCH = auto()
     WHOLE_OR_TEXT = auto()
+    # An object of any content, which other code than the API server's validates.
+    FREE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def fields_of(model: type[BaseModel]) -> JobField:
     )
 
 
+_FREE = "x-kubernetes-preserve-unknown-fields"
 _COMMON = frozenset({"title", "description", "default", "type"})
 _LENGTHS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
@@ -101,6 +104,7 @@ _KEYS = {
     FieldKind.WHOLE: _BOUNDS,
     FieldKind.NUMBER: _BOUNDS,
     FieldKind.SWITCH: frozenset(),
+    FieldKind.FREE: frozenset({_FREE, "additionalProperties"}),
     FieldKind.WHOLE_OR_TEXT: frozenset({"x-kubernetes-int-or-string", "pattern", "minLength", "maxLength"}) | _BOUNDS,
 }
 _KIND_OF_TYPE = {
@@ -180,6 +184,8 @@ def _single_alternative(raw: RawSchema, path: str) -> RawSchema:
 def _field_kind(raw: RawSchema, path: str) -> FieldKind:
     if raw.get("x-kubernetes-int-or-string"):
         return FieldKind.WHOLE_OR_TEXT
+    if raw.get(_FREE):
+        return FieldKind.FREE
     if raw.get("type") == "object":
         if raw.get("additionalProperties") is True:
             raise UnsupportedFieldError(f"{path}: a mapping of anything is not supported; name its fields")

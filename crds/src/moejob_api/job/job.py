@@ -11,6 +11,7 @@ from moejob_api.job.lifecycle import Lifecycle, Tracking
 from moejob_api.job.model import Data, Model
 from moejob_api.job.moe import Memory, MoE
 from moejob_api.job.parallelism import Parallelism
+from moejob_api.job.pod_template import PodTemplates
 from moejob_api.job.resources import Resources
 from moejob_api.job.status import Status
 from moejob_api.job.storage import Checkpoint, Storage
@@ -52,6 +53,9 @@ class Spec(ApiModel):
     checkpoint: Annotated[Checkpoint, Field(description="When the run is saved.")] = Checkpoint()
     storage: Annotated[Storage, Field(description="The volume for checkpoints and exports.")]
     resources: Annotated[Resources, Field(description="GPUs, images, placement.")] = Resources()
+    pod_template: Annotated[
+        PodTemplates | None, Field(description="Patches of the pods: sidecars, volumes, affinity and others.")
+    ] = None
     lifecycle: Annotated[Lifecycle, Field(description="Starting, stopping, retrying.")] = Lifecycle()
     tracking: Annotated[Tracking, Field(description="Where the numbers are sent.")] = Tracking()
 

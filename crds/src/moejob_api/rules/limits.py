@@ -18,7 +18,9 @@ from moejob_api.job import Spec
 from moejob_api.job.claims import SCHEME, claims_of_sources
 from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES
 from moejob_api.job.resources import Accelerator
+from moejob_api.pod_template.in_cel import template_variables_cel
 from moejob_api.problems import Problem, Rule
+from moejob_api.rules.template_names import TEMPLATE_NAMES, template_metadata, template_references
 
 # A name, or the beginning of names and a star.
 Names = tuple[Annotated[str, Field(max_length=512, pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./:@]*\*?$")], ...]
@@ -41,6 +43,7 @@ LabelPairs = tuple[
     ],
     ...,
 ]
+HostPaths = tuple[Annotated[str, Field(max_length=512, pattern=r"^/[-A-Za-z0-9_./]*\*?$")], ...]
 # Keys of labels and annotations; *.k8s.io/* is any whose prefix ends so.
 Keys = tuple[
     Annotated[
@@ -49,7 +52,7 @@ Keys = tuple[
     ...,
 ]
 # Schedulers, quotas, kubelets and container runtimes read these keys, which would say again what other limits forbid:
-# a priority of Kueue's, another queue, or devices of the node by cdi.k8s.io.
+# a priority of Kueue's, another queue, or devices of the node by cdi.k8s.io and by injectors of NRI.
 RESERVED_KEYS = (
     "moejob.dev/*",
     "kubernetes.io/*",
@@ -61,6 +64,9 @@ RESERVED_KEYS = (
     "scheduling.*",
     "volcano.sh/*",
     "training.kubeflow.org/*",
+    "devices.gke.io/*",
+    "devices.nri.io/*",
+    "devices.noderesource.dev/*",
 )
 
 
@@ -107,6 +113,16 @@ class JobLimits(BaseModel):
         Keys,
         Field(description="Keys that a label or annotation has only where its limit names the whole key and a value."),
     ] = RESERVED_KEYS
+    host_paths: Annotated[
+        HostPaths | None, Field(description="Paths of nodes that templates mount; /dev/shm/* is all below a folder.")
+    ] = ()
+    privileges: Annotated[
+        Names | None,
+        Field(
+            description="Rights on nodes that templates ask for: hostNetwork, hostPort, privileged, root, "
+            "allowPrivilegeEscalation, capabilities/NAME, seccomp/TYPE, appArmor/TYPE, sysctls/NAME."
+        ),
+    ] = ()
     unserved_namespaces: Annotated[
         Names, Field(description="Namespaces whose jobs are refused where all others are served.")
     ] = ("kube-*",)
@@ -142,7 +158,8 @@ def limit_problems(spec: Spec, limits: JobLimits) -> Iterator[Problem]:
     """Everything that a job asks for beyond the limits."""
     for limited in LIMITED_NAMES:
         allowed: tuple[str, ...] | None = getattr(limits, limited.limit)
-        for reference in () if allowed is None else limited.references(spec):
+        references = () if allowed is None else (*limited.references(spec), *_template_references(spec, limited.limit))
+        for reference in references:
             if not is_among(reference.name, allowed or ()):
                 yield Problem(Rule.LIMIT, reference.path, _refusal_message(limited, reference, allowed or ()))
     for reference in _key_references(spec, limits):
@@ -244,7 +261,7 @@ def _priority_references(spec: Spec) -> Iterator[_NameReference]:
 
 
 def _node_selector_references(spec: Spec) -> Iterator[_NameReference]:
-    yield from _pair_references("nodeSelector", spec.resources.node_selector)
+    yield from _pair_references("spec.resources.nodeSelector", spec.resources.node_selector)
     yield from _pairs_under_keys(spec, _NODE_POOL_KEYS)
 
 
@@ -278,37 +295,51 @@ def _extended_resource_references(spec: Spec) -> Iterator[_NameReference]:
     yield from _present_keys(spec, _GPU_SHARE_KEYS)
 
 
+def _template_references(spec: Spec, limit: str) -> Iterator[_NameReference]:
+    names = TEMPLATE_NAMES.get(limit)
+    if names is not None:
+        yield from (_NameReference(path, name) for path, name in template_references(spec, names.names))
+
+
 def _references_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
-    for name, texts in _pod_metadata(spec):
-        yield from (_NameReference(f"spec.resources.{name}", texts[key]) for key in keys if key in texts)
+    for _, path, texts in _pod_metadata(spec):
+        yield from (_NameReference(path, texts[key]) for key in keys if key in texts)
 
 
 def _pairs_under_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
-    for name, texts in _pod_metadata(spec):
-        yield from (_NameReference(f"spec.resources.{name}", f"{key}={texts[key]}") for key in keys if key in texts)
+    for _, path, texts in _pod_metadata(spec):
+        yield from (_NameReference(path, f"{key}={texts[key]}") for key in keys if key in texts)
 
 
 def _present_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_NameReference]:
-    for name, texts in _pod_metadata(spec):
-        yield from (_NameReference(f"spec.resources.{name}", key) for key in keys if key in texts)
+    for _, path, texts in _pod_metadata(spec):
+        yield from (_NameReference(path, key) for key in keys if key in texts)
 
 
 def _key_references(spec: Spec, limits: JobLimits) -> Iterator[_NameReference]:
     """Keys of a job that its limits do not name whole: to write a reserved key there is to allow it."""
-    for name, texts in _pod_metadata(spec):
+    for name, path, texts in _pod_metadata(spec):
         pairs: tuple[str, ...] = getattr(limits, name) or ()
         for key in texts:
             if not any(pair.startswith(f"{key}=") for pair in pairs):
-                yield _NameReference(f"spec.resources.{name}", key)
+                yield _NameReference(path, key)
 
 
-def _pod_metadata(spec: Spec) -> Iterator[tuple[str, Mapping[str, str]]]:
-    yield "labels", spec.resources.labels
-    yield "annotations", spec.resources.annotations
+def _pod_metadata(spec: Spec) -> Iterator[tuple[str, str, Mapping[str, str]]]:
+    """Labels and annotations: their kind, their path and their texts."""
+    yield "labels", "spec.resources.labels", spec.resources.labels
+    yield "annotations", "spec.resources.annotations", spec.resources.annotations
+    yield from template_metadata(spec)
 
 
-def _pair_references(name: str, texts: Mapping[str, str]) -> Iterator[_NameReference]:
-    return (_NameReference(f"spec.resources.{name}", f"{key}={value}") for key, value in texts.items())
+def _metadata_references(spec: Spec, kind: str) -> Iterator[_NameReference]:
+    for name, path, texts in _pod_metadata(spec):
+        if name == kind:
+            yield from _pair_references(path, texts)
+
+
+def _pair_references(path: str, texts: Mapping[str, str]) -> Iterator[_NameReference]:
+    return (_NameReference(path, f"{key}={value}") for key, value in texts.items())
 
 
 # Of Kueue, Volcano, YuniKorn (both), KAI and Run:ai (both).
@@ -350,28 +381,38 @@ def _filtered_cel(items: str, path: str, name: str) -> str:
     return f"{items}.filter(i, has(i.{path})).map(i, i.{name})"
 
 
+def _metadata_cel(*kinds: str) -> tuple[str, ...]:
+    """CEL of the labels, the annotations or both, of a job and its templates."""
+    return tuple(
+        path
+        for kind in kinds
+        for path in (
+            f"{_PODS}.{kind}",
+            f"variables.trainer{kind.capitalize()}",
+            f"variables.rollout{kind.capitalize()}",
+        )
+    )
+
+
 def _values_cel(keys: tuple[str, ...]) -> str:
     """CEL of what labels and annotations hold under some keys."""
-    return " + ".join(
-        f"{list(keys)}.filter(k, k in {_PODS}.{name}).map(k, {_PODS}.{name}[k])" for name in ("labels", "annotations")
-    )
+    maps = _metadata_cel("labels", "annotations")
+    return " + ".join(f"{list(keys)}.filter(k, k in {path}).map(k, {path}[k])" for path in maps)
 
 
 def _pairs_of_keys_cel(keys: tuple[str, ...]) -> str:
     """CEL of the labels and annotations under some keys, as key=value."""
-    return " + ".join(
-        f"{list(keys)}.filter(k, k in {_PODS}.{name}).map(k, k + '=' + {_PODS}.{name}[k])"
-        for name in ("labels", "annotations")
-    )
+    maps = _metadata_cel("labels", "annotations")
+    return " + ".join(f"{list(keys)}.filter(k, k in {path}).map(k, k + '=' + {path}[k])" for path in maps)
 
 
 def _present_keys_cel(keys: tuple[str, ...]) -> str:
     """CEL of the keys among some that a label or annotation has."""
-    return " + ".join(f"{list(keys)}.filter(k, k in {_PODS}.{name})" for name in ("labels", "annotations"))
+    return " + ".join(f"{list(keys)}.filter(k, k in {path})" for path in _metadata_cel("labels", "annotations"))
 
 
 def _pairs_cel(name: str) -> str:
-    return f"{_PODS}.{name}.map(k, k + '=' + {_PODS}.{name}[k])"
+    return " + ".join(f"{path}.map(k, k + '=' + {path}[k])" for path in _metadata_cel(name))
 
 
 _SOURCES = (
@@ -469,26 +510,38 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         "node_selectors",
         "node selector",
         _node_selector_references,
-        f"{_pairs_cel('nodeSelector')} + {_pairs_of_keys_cel(_NODE_POOL_KEYS)}",
+        f"{_PODS}.nodeSelector.map(k, k + '=' + {_PODS}.nodeSelector[k]) + {_pairs_of_keys_cel(_NODE_POOL_KEYS)}",
     ),
-    LimitedName(
-        "labels", "label", lambda spec: _pair_references("labels", spec.resources.labels), _pairs_cel("labels")
-    ),
+    LimitedName("labels", "label", lambda spec: _metadata_references(spec, "labels"), _pairs_cel("labels")),
     LimitedName(
         "annotations",
         "annotation",
-        lambda spec: _pair_references("annotations", spec.resources.annotations),
+        lambda spec: _metadata_references(spec, "annotations"),
         _pairs_cel("annotations"),
     ),
+    LimitedName("host_paths", "path of a node", lambda _: iter(()), "[]"),
+    LimitedName("privileges", "privilege", lambda _: iter(()), "[]"),
 )
 
 
 def limits_in_cel() -> JsonValue:
     """Return the places of names in a job, by limit as the chart calls it, for its ValidatingAdmissionPolicy."""
-    limits: JsonValue = {limited.value_name: {"noun": limited.noun, "asked": limited.cel} for limited in LIMITED_NAMES}
+    limits: JsonValue = {
+        limited.value_name: {"noun": limited.noun, "asked": _asked_cel(limited)} for limited in LIMITED_NAMES
+    }
+    keys: JsonValue = {
+        name: "(" + " + ".join(f"{path}.map(k, k)" for path in _metadata_cel(name)) + ")"
+        for name in ("labels", "annotations")
+    }
     return {
+        "variables": dict[str, JsonValue](template_variables_cel()),
         "limits": limits,
-        "keys": {name: f"{_PODS}.{name}.map(k, k)" for name in ("labels", "annotations")},
+        "keys": keys,
         "hasQueue": "has(object.spec.lifecycle.queue)",
         "requiredQueue": REQUIRED_QUEUE,
     }
+
+
+def _asked_cel(limited: LimitedName) -> str:
+    names = TEMPLATE_NAMES.get(limited.limit)
+    return limited.cel if names is None else f"({limited.cel}) + {names.cel}"

@@ -32,6 +32,8 @@ from moejob_api.job.resources import Accelerator, GpuType, TolerationOperator
 from moejob_api.job.storage import ResumeMode
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import count_gpus
+from moejob_api.pod_template.checks import template_complaints
+from moejob_api.pod_template.in_cel import template_fields_cel
 from moejob_api.problems import Problem, Rule
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
@@ -585,6 +587,10 @@ def _toleration_values(spec: Spec) -> Complaint:
     return None
 
 
+def _sound_templates(spec: Spec) -> Complaint:
+    return next(template_complaints(spec), None)
+
+
 def _queue_of_gang(spec: Spec) -> Complaint:
     gang, queue = spec.lifecycle.gang, spec.lifecycle.queue
     if gang is GangScheduler.KUEUE and queue is None:
@@ -1080,6 +1086,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _toleration_values,
         "self.resources.tolerations.all(t, t.operator == 'Exists' ? !has(t.value) : has(t.key))",
         "a toleration with Exists has no value, one with Equal has a key",
+    ),
+    ObjectRule(
+        Rule.POD_TEMPLATE,
+        "spec.podTemplate",
+        _sound_templates,
+        template_fields_cel(),
+        "podTemplate has fields that a template cannot set, or is for pods that the job does not have; "
+        "`moejob validate` names them",
     ),
     ObjectRule(
         Rule.CONFLICT,

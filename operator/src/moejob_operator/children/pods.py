@@ -13,6 +13,7 @@ from moejob_operator.children.attempt import Attempt, job_metadata
 from moejob_operator.children.environment import environment_sources, environment_variables, ranks_per_pod
 from moejob_operator.children.gangs import gang_marks
 from moejob_operator.children.placement import pod_affinity, pod_tolerations
+from moejob_operator.children.templates import merge_pod_spec, template_part
 from moejob_operator.children.volumes import pod_volumes, volume_mounts
 
 # The group that owns files on volumes; images run as a user of this group.
@@ -59,28 +60,34 @@ def _pod_manifest(
 ) -> dict[str, Any]:
     marks = gang_marks(attempt, role)
     pod_metadata = job_metadata(attempt, attempt.pod_name(role, index))
+    template = template_part(attempt.spec, role, "metadata")
     pod_metadata["labels"] = (
         dict(attempt.spec.resources.labels)
+        | template.get("labels", {})
         | pod_metadata["labels"]
         | _place_labels(attempt, role, index)
         | marks.labels
     )
     stays = _STAYS if role is PodRole.TRAINER else {}
-    annotations = stays | _job_annotations(attempt.spec) | marks.annotations
+    annotations = stays | _job_annotations(attempt.spec) | template.get("annotations", {}) | marks.annotations
     if annotations:
         pod_metadata["annotations"] = annotations
-    return {
-        "apiVersion": "v1",
-        "kind": Kind.POD.value,
-        "metadata": pod_metadata,
-        "spec": spec
+    pod_spec = (
+        spec
         | {"terminationGracePeriodSeconds": attempt.grace_seconds(role)}
         | _pod_spec(attempt, role, index)
         | marks.spec
         | {
             "containers": [_container_manifest(attempt, role, index, container)],
             "volumes": pod_volumes(attempt, role),
-        },
+        }
+    )
+    patch = template_part(attempt.spec, role, "spec")
+    return {
+        "apiVersion": "v1",
+        "kind": Kind.POD.value,
+        "metadata": pod_metadata,
+        "spec": merge_pod_spec(pod_spec, patch, len(attempt.spec.resources.env)),
     }
 
 

@@ -113,15 +113,15 @@ def read_pod(raw: Raw, place: PodPlace) -> Pod:
         subdomain=api_bodies.as_text(spec.get("subdomain")),
         node=api_bodies.as_text(spec.get("nodeName")) or None,
         created_at=api_bodies.as_time(about.get("creationTimestamp")),
-        started_at=_started_at(status),
+        started_at=_started_at(raw),
         ends_by=api_bodies.as_time(about.get("deletionTimestamp")),
         is_ready=ready.get("status") == "True",
         is_unheard=is_unheard(raw),
         ready_changed_at=api_bodies.as_time(ready.get("lastTransitionTime")),
         changed_at=_changed_at(raw, status),
-        ended=_container_end(_container_states(status)),
-        ended_before=_container_end(_container_states(status, "lastState"), api_bodies.last_line),
-        waiting=_container_wait(status),
+        ended=_container_end(_container_states(raw)),
+        ended_before=_container_end(_container_states(raw, "lastState"), api_bodies.last_line),
+        waiting=_container_wait(raw),
         unschedulable=_read_message(scheduled)
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
         else None,
@@ -165,17 +165,34 @@ def _read_message(holder: Raw) -> str:
     return api_bodies.as_text(holder.get("message"))[:_MESSAGE_CHARACTERS]
 
 
-def _container_states(status: Raw, which: str = "state") -> tuple[Raw, ...]:
-    """Present or last states of the containers, init containers first: those are what a pod waits for first."""
+def _container_states(raw: Raw, which: str = "state", *, with_sidecars: bool = False) -> tuple[Raw, ...]:
+    """Present or last states of the containers, init containers first: those are what a pod waits for first.
+
+    Sidecars end, and start again, without a word about the pod: the kubelet stops them once the trainer has ended.
+    """
+    spec, status = api_bodies.as_mapping(raw.get("spec")), api_bodies.as_mapping(raw.get("status"))
+    sidecars = (
+        set()
+        if with_sidecars
+        else {
+            api_bodies.as_text(container.get("name"))
+            for container in api_bodies.as_mappings(spec.get("initContainers"))
+            if container.get("restartPolicy") == "Always"
+        }
+    )
     containers = (
-        *api_bodies.as_mappings(status.get("initContainerStatuses")),
+        *(
+            container
+            for container in api_bodies.as_mappings(status.get("initContainerStatuses"))
+            if api_bodies.as_text(container.get("name")) not in sidecars
+        ),
         *api_bodies.as_mappings(status.get("containerStatuses")),
     )
     return tuple(api_bodies.as_mapping(container.get(which)) for container in containers)
 
 
-def _started_at(status: Raw) -> datetime | None:
-    for state in _container_states(status):
+def _started_at(raw: Raw) -> datetime | None:
+    for state in _container_states(raw):
         for kind in ("running", "terminated"):
             started = api_bodies.as_time(api_bodies.as_mapping(state.get(kind)).get("startedAt"))
             if started is not None:
@@ -187,14 +204,14 @@ def _changed_at(raw: Raw, status: Raw) -> datetime | None:
     """Return when the pod last changed by its body: to the second, by the clocks of the API server and of its node."""
     times = [
         api_bodies.as_time(api_bodies.object_metadata(raw).get("creationTimestamp")),
-        _started_at(status),
+        _started_at(raw),
         *(
             api_bodies.as_time(condition.get("lastTransitionTime"))
             for condition in api_bodies.as_mappings(status.get("conditions"))
         ),
         *(
             api_bodies.as_time(api_bodies.as_mapping(state.get("terminated")).get("finishedAt"))
-            for state in _container_states(status)
+            for state in _container_states(raw)
         ),
     ]
     return max((time for time in times if time is not None), default=None)
@@ -227,8 +244,10 @@ def _parse_termination(message: str) -> TerminationMessage | None:
         return None
 
 
-def _container_wait(status: Raw) -> ContainerWait | None:
-    for state in _container_states(status):
+def _container_wait(raw: Raw) -> ContainerWait | None:
+    # A sidecar whose image cannot be pulled keeps the trainer from starting; beside a running trainer it keeps nothing.
+    is_started = _read_phase(api_bodies.as_mapping(raw.get("status"))) is not PodPhase.PENDING
+    for state in _container_states(raw, with_sidecars=not is_started):
         waiting = api_bodies.as_mapping(state.get("waiting"))
         if waiting.get("reason"):
             return ContainerWait(api_bodies.as_text(waiting.get("reason")), _read_message(waiting))
