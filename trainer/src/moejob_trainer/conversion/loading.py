@@ -94,8 +94,8 @@ class PublishedCheckpoint:
 
 
 def _is_all_finite(values: Tensor) -> bool:
-    # aminmax passes on a NaN, and is an infinity where there is one. On a host it takes a 25th of isfinite's time, which
-    # was half of a start: 10 ms for an expert's 1.5 million numbers.
+    # aminmax passes on a NaN, and is an infinity where there is one. On a host it takes a 25th of isfinite's time: that
+    # was 10 ms for an expert's 1.5 million numbers, half of the time to load.
     return not values.numel() or all(math.isfinite(bound) for bound in torch.aminmax(values))
 
 
