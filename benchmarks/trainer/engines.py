@@ -26,15 +26,15 @@ from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import initialise_weights
 from moejob_trainer.model.architecture import Architecture, read_architecture
 from moejob_trainer.model.parameters import model_parameters
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.runtime.cpu_backend import cpu_backend
+from moejob_trainer.setup.training_engine import build_model_stages
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs
 from moejob_trainer.training.micro_batch import ROUTING
 
@@ -108,7 +108,8 @@ def started(
     reached = print_nothing if beginning is None else beginning.reached
     model, sizes = read_architecture(config), layout_of(spec.parallelism, 8)
     groups = start_groups(sizes, spec.moe.dispatcher)
-    stages = build_stages(model, spec, sizes, groups, device)
+    placement = TrainingPlacement(groups, device)
+    stages = build_model_stages(config, model, spec, sizes, placement)
     reached("stages built")
     if beginning is not None:
         initialise_weights(stages, model_parameters(model.shape), groups, seed=1, device=device)
@@ -116,13 +117,13 @@ def started(
         _fill(stages)
     synchronize(device)
     reached("weights set")
-    engine = MegatronTrainingEngine(model, spec, stages, TrainingPlacement(groups, device), rate)
+    engine = MegatronTrainingEngine(model, spec, stages, placement, rate)
     synchronize(device)
     reached("engine built")
     return Started(engine, model, spec, sizes, groups)
 
 
-def _fill(stages: Sequence[Stage]) -> None:
+def _fill(stages: Sequence[ModelStage]) -> None:
     """Fill each rank's part with the same numbers: replicas begin alike, and it takes no time."""
     torch.manual_seed(1)
     with torch.no_grad():

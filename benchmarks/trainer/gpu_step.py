@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 2 --max-restarts 9 -m benchmarks.trainer.gpu_step --data 2 --case="--layers 8" \\
         --case="--layers 8 --sharding FSDP" --cases FILE
 
+    python -m benchmarks.trainer.gpu_step --micro 2 --case="" --case="--implementation Megatron"
+
 Random tokens, real routing unless a case says --balanced, nothing dropped; a whole step with clipping and Adam. Prints
 one JSON line for each case as soon as it is there, beside what `moejob plan` expects of it. A case takes what it does
 not say from the options around it; FILE has a case in each line.
@@ -131,7 +133,7 @@ def job(chosen: argparse.Namespace, device: torch.device) -> Spec:
         json.dumps(
             {
                 "method": "SFT",
-                "model": {"source": chosen.model, "dtype": "bfloat16"},
+                "model": {"source": chosen.model, "dtype": "bfloat16", "implementation": chosen.implementation},
                 "data": {
                     "train": [{"source": "/none.jsonl", "format": "Text"}],
                     "maxLength": chosen.length * chosen.per_row,
@@ -199,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     options.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
+    options.add_argument("--implementation", default="Native", help="Native, or Megatron: GPTModel of Megatron-Core")
     options.add_argument("--compute", help="FP8; the model's type without")
     options.add_argument("--gradients", default="float32")
     options.add_argument("--moments", default="float32")

@@ -99,6 +99,8 @@ def _name(case: dict[str, Any], device: str) -> str:
     name += "".join(
         f", {key} {case[key]}" for key in ("tensor", "pipeline", "expert", "context", "data") if case[key] > 1
     )
+    # Lines of older logs do not have it.
+    name += ", GPTModel of Megatron-Core" if case.get("implementation") == "Megatron" else ""
     name += "" if case["sharding"] == "DistributedOptimizer" else f", {case['sharding']}"
     name += f", documents of {case['length'] // 2} to {case['length']}" if case.get("uneven") else ""
     name += f", documents of {case['length']}" if case["length"] != USUAL_LENGTH and not case.get("uneven") else ""

@@ -10,6 +10,7 @@ from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import Grpo, KlTarget, MismatchCorrection, RolloutPlacement
+from moejob_api.job.model import Implementation
 from moejob_api.job.moe import BalancingMethod
 from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
@@ -99,10 +100,17 @@ def sequence_divisor(layout: Layout) -> int:
     return chunks * (layout.tensor if layout.sequence_parallel else 1)
 
 
+def uses_megatron_models(spec: Spec) -> bool:
+    """Return whether layers of Megatron-Core train, and not our own. Auto is Native: it was measured to be faster."""
+    return spec.model.implementation is Implementation.MEGATRON
+
+
 def balancing_method(spec: Spec) -> BalancingMethod:
     """Return the method that keeps the load of the experts even."""
     if spec.moe.balancing is not None:
         return spec.moe.balancing
+    if uses_megatron_models(spec):
+        return BalancingMethod.NONE
     return BalancingMethod.NONE if spec.method is Method.GRPO else BalancingMethod.AUX_LOSS
 
 

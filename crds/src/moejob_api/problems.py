@@ -34,6 +34,7 @@ class Rule(StrEnum):
     # Model
     MODEL_CONFIG = "ModelConfig"
     MODEL_FAMILY = "ModelFamily"
+    IMPLEMENTATION = "Implementation"
     LAYERS = "Layers"
     HEADS = "Heads"
     KEY_VALUE_HEADS = "KeyValueHeads"

@@ -11,10 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -23,6 +25,7 @@ from builders import merge_sections, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
+from moejob_api.job.model import Implementation
 from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.sizes import derive_layout as layout_of
@@ -35,21 +38,23 @@ from moejob_trainer.data.packing import batch_plan, build_global_batch, total_lo
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.optimizer import OptimizerShard
-from moejob_trainer.megatron.stages import build_stages
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import (
     adapter_weights,
+    forget_weights,
     initialise_adapters,
     load_pretrained,
     named_weights,
+    part_slices,
     rank_coordinates,
     read_weights,
 )
 from moejob_trainer.model.architecture import Architecture, read_architecture, trained_architecture
-from moejob_trainer.model.parameters import Parameter, local_slices
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.parameters import Parameter
+from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.setup.training_engine import build_model_stages
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 
 STEPS = 3
@@ -176,6 +181,11 @@ class Cell:
             "resources": {"accelerator": "CPU", "cpu": 1, "memory": "64Gi"},
         }
         return spec(**merge_sections(base, self.sections))
+
+    def skip_without_bridge(self) -> None:
+        """Skip the test where Megatron's own models are to compute and Megatron-Bridge is not installed."""
+        if self.spec().model.implementation is Implementation.MEGATRON and find_spec("megatron.bridge") is None:
+            pytest.skip("needs Megatron-Bridge")
 
     def ranks(self) -> int:
         """Ranks that it takes."""
@@ -328,20 +338,18 @@ def start_engine(cell: Cell, folder: Path) -> MegatronTrainingEngine:
     return _build_engine(cell, model, stages, groups)
 
 
-def build_cell_stages(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architecture]:
+def build_cell_stages(cell: Cell, folder: Path) -> tuple[list[ModelStage], Groups, Architecture]:
     """The stages of this rank, of which no weight is set, and the groups that divide them."""
     model = _read_model(cell, folder)
     groups = start_groups(cell.layout(), cell.spec().moe.dispatcher)
-    return _build_stages(cell, model, groups), groups, model
+    return _build_stages(cell, folder, model, groups), groups, model
 
 
 def build_blank_engine(cell: Cell, folder: Path, groups: Groups) -> MegatronTrainingEngine:
     """The same without any weights: what is not set is no number."""
     model = _read_model(cell, folder)
-    stages = _build_stages(cell, model, groups)
-    with torch.no_grad():
-        for tensor in named_weights(stages).values():
-            tensor.fill_(torch.nan)
+    stages = _build_stages(cell, folder, model, groups)
+    forget_weights(stages)
     return _build_engine(cell, model, stages, groups)
 
 
@@ -352,13 +360,17 @@ def _read_model(cell: Cell, folder: Path) -> Architecture:
     return trained_architecture(read_architecture(config), cell.spec())
 
 
-def _build_stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
-    return build_stages(model, cell.spec(), cell.layout(), groups, torch.device("cpu"))
+def _build_stages(cell: Cell, folder: Path, model: Architecture, groups: Groups) -> list[ModelStage]:
+    config = json.loads((folder / "first" / "config.json").read_text())
+    return build_model_stages(config, model, cell.spec(), cell.layout(), _placement(groups))
 
 
-def _build_engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronTrainingEngine:
-    placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
-    return MegatronTrainingEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
+def _build_engine(cell: Cell, model: Architecture, stages: list[ModelStage], groups: Groups) -> MegatronTrainingEngine:
+    return MegatronTrainingEngine(model, cell.spec(), stages, _placement(groups), lambda _: LEARNING_RATE)
+
+
+def _placement(groups: Groups) -> TrainingPlacement:
+    return TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
 
 
 def micro_batches(cell: Cell, engine: MegatronTrainingEngine, step: int) -> list[MicroBatch]:
@@ -448,10 +460,12 @@ def measure_deviation(
     worst = Deviation()
     place = rank_coordinates(engine.groups)
     reference = _read_reference(folder, _read_shape(folder, engine.spec), engine.spec.training.lora)
+    stage_of = {parameter: stage for stage in engine.stages for parameter in stage.parameters()}
     for piece in engine.optimizer.pieces:
-        parameter, whole = reference["embedding.weight" if piece.name not in reference else piece.name]
-        expected = whole[local_slices(parameter, place)].flatten()[piece.start : piece.stop]
-        error = (taken(piece) - expected).abs().max().item() / max(whole.abs().max().item(), 1e-30)
+        parts = [(part, *reference[part.name]) for part in stage_of[piece.parameter].stored_parts(piece.name)]
+        expected = torch.cat([whole[part_slices(part, parameter, place)].flatten() for part, parameter, whole in parts])
+        largest = max(whole.abs().max().item() for _, _, whole in parts)
+        error = (taken(piece) - expected[piece.start : piece.stop]).abs().max().item() / max(largest, 1e-30)
         worst = worst.or_worse(Deviation(piece.name, error))
     return worst
 

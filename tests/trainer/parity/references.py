@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from trainer.parity.cells import StepMeasurements, write_reference
 from trainer.parity.lora import write_lora_reference
 from trainer.parity.multi_token_prediction import write_further_reference
 
-Reference = Callable[[Family], tuple[Path, StepMeasurements]]
+Reference = Callable[..., tuple[Path, StepMeasurements]]
 Further = Callable[..., tuple[Path, Expected]]
 
 
@@ -23,9 +24,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The folder of a family's reference, and what it measured; written when first asked for."""
 
     @cache
-    def written(family: Family) -> tuple[Path, StepMeasurements]:
+    def written(family: Family, **changes: Any) -> tuple[Path, StepMeasurements]:
         folder = tmp_path_factory.mktemp(family)
-        return folder, write_reference(family, folder)
+        return folder, write_reference(family, folder, **changes)
 
     return written
 

@@ -60,12 +60,18 @@ class Kind:
     within: float = 1e-6
     sections: str = ""
     has_mtp: bool = False
+    # Of the model's config.
+    changes: tuple[tuple[str, Any], ...] = ()
 
 
+# Before a layout: layers of Megatron's own compute there.
+MEGATRON = "Megatron "
 SECTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "bias": {"moe": {"balancing": "ExpertBias"}},
     "frozen": {"moe": {"freezeRouter": True}},
+    "plain": {"moe": {"balancing": "None"}},
+    "frozen and plain": {"moe": {"balancing": "None", "freezeRouter": True}},
     "bfloat16": {"model": {"dtype": "bfloat16"}, "training": {"precision": {"moments": "bfloat16"}}},
 }
 KINDS: dict[str, Kind] = {
@@ -79,6 +85,20 @@ KINDS: dict[str, Kind] = {
     "Mixtral": Kind(Family.MIXTRAL, ("TP2", "EP2", "ETP2 folded")),
     "tied Qwen2": Kind(Family.QWEN2, (SINGLE, "TP2", "PP2", "DP4")),
     "frozen router": Kind(Family.QWEN3_MOE, (SINGLE, "TP2", "PP2", "EP4 folded over DP4"), sections="frozen"),
+    "Qwen3-MoE of both implementations": Kind(
+        Family.QWEN3_MOE,
+        (SINGLE, "PP2", *(MEGATRON + layout for layout in (SINGLE, "PP2.VPP2", "DP4", "TP2.PP2.EP2"))),
+        sections="plain",
+    ),
+    "tied Qwen2 of both implementations": Kind(
+        Family.QWEN2, (SINGLE, MEGATRON + "PP2", MEGATRON + "TP2"), sections="plain"
+    ),
+    "GLM-4.5 of both implementations": Kind(
+        Family.GLM4_MOE,
+        ("EP2", MEGATRON + "TP2.PP2.EP2"),
+        sections="frozen and plain",
+        changes=(("num_experts_per_tok", 4),),
+    ),
     # Layouts round sums differently; what is resumed in its own layout is exact all the same.
     "bfloat16": Kind(Family.QWEN3_MOE, (SINGLE, "TP2", "PP2", "DP4"), within=5e-3, sections="bfloat16"),
 }
@@ -93,9 +113,12 @@ DIVIDING = {
     "Mixtral": "ETP2 folded",
     "tied Qwen2": "PP2",
     "frozen router": "EP4 folded over DP4",
+    "Qwen3-MoE of both implementations": MEGATRON + "TP2.PP2.EP2",
+    "tied Qwen2 of both implementations": MEGATRON + "PP2",
+    "GLM-4.5 of both implementations": MEGATRON + "TP2.PP2.EP2",
     "bfloat16": "DP4",
 }
-ALWAYS = [("Qwen3-MoE", SINGLE), *DIVIDING.items()]
+ALWAYS = [("Qwen3-MoE", SINGLE), ("Qwen3-MoE of both implementations", "PP2"), *DIVIDING.items()]
 
 
 @dataclass(frozen=True)
@@ -110,8 +133,12 @@ class Matrix:
     def way(self, name: str, layout: str) -> LauncherTiming:
         """A cell of the matrix."""
         kind = KINDS[name]
-        sections = merge_sections(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout]})
-        return Cell(kind.family, sections), self.first(kind)
+        sections = merge_sections(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout.removeprefix(MEGATRON)]})
+        if layout.startswith(MEGATRON):
+            sections = merge_sections(sections, {"model": {"implementation": "Megatron"}})
+        cell = Cell(kind.family, sections)
+        cell.skip_without_bridge()
+        return cell, self.first(kind)
 
     def resumed(self, name: str, layout: str, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
         """The losses after each of these checkpoints in that layout, the same on every rank."""
@@ -132,7 +159,7 @@ def matrix(worlds: Worlds, reference: Reference, further: Further, tmp_path_fact
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def first(kind: Kind) -> Path:
-        return further(kind.family)[0] if kind.has_mtp else reference(kind.family)[0]
+        return further(kind.family)[0] if kind.has_mtp else reference(kind.family, **dict(kind.changes))[0]
 
     @cache
     def written(name: str, layout: str) -> SavedRun:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from builders import merge_sections
+from moejob_api.job.model import Implementation
 from moejob_api.models.shape import Family
+from moejob_api.models.trainable import MEGATRON_FAMILIES
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import (
@@ -76,6 +78,12 @@ OVER_NODES: dict[str, dict[str, Any]] = {
     "PP2.EP4": {"pipeline": 2, "expert": 4},
 }
 
+MEGATRON: dict[str, Any] = {"model": {"implementation": "Megatron"}}
+NATIVE: dict[str, Any] = {}
+# Megatron ranks a group by as many experts as a token takes of each kept group; two are what the model's code takes.
+CHANGED: dict[Family, dict[str, Any]] = {Family.GLM4_MOE: {"num_experts_per_tok": 4}}
+IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
+
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
 NEWER = (Family.GLM4_MOE_LITE,)
@@ -86,32 +94,53 @@ ALWAYS = [
     *((Family.MIXTRAL, layout) for layout in DIVIDED),
 ]
 
+ALWAYS_MEGATRON = [
+    *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
+    *((Family.LLAMA, layout) for layout in ("TP2", "PP2.VPP2", "CP2")),
+    (Family.QWEN3, "PP2"),
+    (Family.QWEN2, "TP2"),
+    (Family.GLM4_MOE, "TP2.PP2.EP2"),
+    (Family.GLM4_MOE, "CP2"),
+]
+
 
 def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
     """Holds the cell against its reference; how far it is from it."""
-    folder, expected = reference(cell.family)
+    cell.skip_without_bridge()
+    is_megatron = cell.spec().model.implementation is Implementation.MEGATRON
+    folder, expected = reference(cell.family, **(CHANGED.get(cell.family, {}) if is_megatron else {}))
     found = worlds.run(cell.ranks(), train_cell, cell, folder)
     assert_like(found, expected, within=WITHIN)
     return relative_errors(found, expected)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [*product(MODELS, [""]), *product(sorted(MEGATRON_FAMILIES), ["Megatron"])],
+)
 def test_one_rank_trains_what_transformers_trains(
-    worlds: Worlds, reference: Reference, family: Family, record_property: Recorded
+    worlds: Worlds, reference: Reference, family: Family, implementation: str, record_property: Recorded
 ) -> None:
-    errors = _assert_like_reference(worlds, reference, Cell(family, {}))
-    record_property(MATRIX, Entry(PARITY, "one rank", family, errors).as_json)
+    errors = _assert_like_reference(worlds, reference, Cell(family, IMPLEMENTATIONS[implementation]))
+    record_property(MATRIX, Entry(PARITY, f"one rank {implementation}".strip(), family, errors).as_json)
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    make_rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS), ALWAYS),
+    ("family", "layout", "implementation"),
+    make_rows(
+        [
+            *product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS, [""]),
+            *product(sorted(MEGATRON_FAMILIES), LAYOUTS, ["Megatron"]),
+        ],
+        [*((*row, "") for row in ALWAYS), *((*row, "Megatron") for row in ALWAYS_MEGATRON)],
+    ),
 )
 def test_a_layout_trains_what_transformers_trains(
-    worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded
+    worlds: Worlds, reference: Reference, family: Family, layout: str, implementation: str, record_property: Recorded
 ) -> None:
-    errors = _assert_like_reference(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
-    record_property(MATRIX, Entry(PARITY, layout, family, errors).as_json)
+    sections = {"parallelism": LAYOUTS[layout], **IMPLEMENTATIONS[implementation]}
+    errors = _assert_like_reference(worlds, reference, Cell(family, sections))
+    record_property(MATRIX, Entry(PARITY, f"{layout} {implementation}".strip(), family, errors).as_json)
 
 
 @pytest.mark.parametrize("how", make_rows(TRAINED, [how for how in TRAINED if how not in ELSEWHERE]))

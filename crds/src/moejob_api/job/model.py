@@ -13,6 +13,14 @@ def is_place(source: str) -> bool:
     return source.startswith(("pvc://", "/", "./", "../"))
 
 
+class Implementation(StrEnum):
+    """The layers that compute a model."""
+
+    AUTO = "Auto"
+    NATIVE = "Native"
+    MEGATRON = "Megatron"
+
+
 class Model(ApiModel):
     """The model to start from."""
 
@@ -30,6 +38,21 @@ class Model(ApiModel):
         Literal[Dtype.BFLOAT16, Dtype.FLOAT32],
         Field(description="Type of the weights during forward and backward. float32 is for CPU runs and for tests."),
     ] = Dtype.BFLOAT16
+    implementation: Annotated[
+        Implementation,
+        Field(
+            description="The layers that train. Native: moejob's own. Megatron: GPTModel of Megatron-Core, as "
+            "Megatron-Bridge configures it, for SFT. Auto: Native."
+        ),
+    ] = Implementation.AUTO
+    transformer: Annotated[
+        TextMap | None,
+        Field(
+            max_length=64,
+            description="implementation Megatron only: keys of Megatron's TransformerConfig and their values as text, "
+            'such as moe_permute_fusion: "true". What other fields decide is refused.',
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool,
         Field(

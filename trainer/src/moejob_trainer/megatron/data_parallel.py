@@ -23,7 +23,7 @@ from moejob_api.job.job import Spec
 from moejob_trainer.megatron.parameter_gather import ParameterGather, exchanged_buckets
 from moejob_trainer.megatron.sharding import finish_expert_sums, reshard_stage
 from moejob_trainer.megatron.shares import find_sharding, local_part
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class DataParallel(Protocol):
         """Free gathered weights: no pass follows at once."""
 
 
-def make_data_parallel(stages: Sequence[Stage], spec: Spec) -> DataParallel:
+def make_data_parallel(stages: Sequence[ModelStage], spec: Spec) -> DataParallel:
     """Return the implementation that the job asks for. It may move weights, so make it before the optimizer."""
     if spec.memory.sharding.has_weight_shards:
         return ShardedDataParallel(stages)
@@ -124,7 +124,7 @@ class BufferedDataParallel:
 class ShardedDataParallel:
     """Shares alone: of weights, gathered while a layer computes, and of gradients, summed in the backward pass."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[ModelStage]) -> None:
         self.model_chunks = stages
         for parameter in self._trained_parameters().values():
             # Torch adds to a gradient that exists: gradients stay at one address, as weights and moments do.
@@ -169,7 +169,7 @@ class ShardedDataParallel:
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
-def _wrap_in_buffers(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
+def _wrap_in_buffers(stages: Sequence[ModelStage], spec: Spec) -> list[DistributedDataParallel]:
     """Wrap the stages in Megatron's buffers; their weights move into these."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
@@ -182,7 +182,7 @@ def _wrap_in_buffers(stages: Sequence[Stage], spec: Spec) -> list[DistributedDat
         for index, stage in enumerate(stages)
     ]
     no_sync = [chunk.no_sync for chunk in chunks]
-    stages[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # type: ignore[union-attr]
+    stages[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks
 
 

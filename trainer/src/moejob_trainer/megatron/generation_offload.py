@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from moejob_trainer.megatron.data_parallel import DataParallel
 from moejob_trainer.megatron.shares import local_part
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 
 
 class GenerationOffload:
@@ -50,7 +50,7 @@ class GenerationOffload:
 
 
 def make_generation_offload(
-    stages: Sequence[Stage], data_parallel: DataParallel, *, parameters: bool, gradients: bool
+    stages: Sequence[ModelStage], data_parallel: DataParallel, *, parameters: bool, gradients: bool
 ) -> GenerationOffload:
     """The offload that a job asks for, of the weights and gradients of this rank."""
     all_parameters = [parameter for stage in stages for parameter in stage.parameters()]

@@ -15,10 +15,10 @@ from torch import Tensor
 from moejob_trainer.distributed.groups import Group, Groups
 from moejob_trainer.megatron.data_parallel import DataParallel
 from moejob_trainer.model.linear import is_expert, is_partial
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 
 
-def finish_gradients(stages: Sequence[Stage], data_parallel: DataParallel, groups: Groups) -> None:
+def finish_gradients(stages: Sequence[ModelStage], data_parallel: DataParallel, groups: Groups) -> None:
     """Sum gradients over replicas, over tensor ranks that each computed a part, and over the ends of a tied model.
 
     The tied embedding lies on the first stage, and a copy of it on the last as the output layer: both get the sum of
@@ -30,7 +30,7 @@ def finish_gradients(stages: Sequence[Stage], data_parallel: DataParallel, group
     _sum_tied_embedding(stages, data_parallel)
 
 
-def _sum_parts(stages: Sequence[Stage], data_parallel: DataParallel, group: Group, *, of_experts: bool) -> None:
+def _sum_parts(stages: Sequence[ModelStage], data_parallel: DataParallel, group: Group, *, of_experts: bool) -> None:
     parts = [
         data_parallel.local_gradient(parameter)
         for stage in stages
@@ -46,7 +46,7 @@ def _sum_parts(stages: Sequence[Stage], data_parallel: DataParallel, group: Grou
         part.copy_(summed.view_as(part))
 
 
-def _sum_tied_embedding(stages: Sequence[Stage], data_parallel: DataParallel) -> None:
+def _sum_tied_embedding(stages: Sequence[ModelStage], data_parallel: DataParallel) -> None:
     group = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1:
         return
@@ -55,8 +55,8 @@ def _sum_tied_embedding(stages: Sequence[Stage], data_parallel: DataParallel) ->
         dist.all_reduce(gradient, group=group)
 
 
-def _tied_gradient(stages: Sequence[Stage], data_parallel: DataParallel) -> Tensor | None:
+def _tied_gradient(stages: Sequence[ModelStage], data_parallel: DataParallel) -> Tensor | None:
     if not stages[0].shares_embedding:
         return None
-    ends = [stage.embedding.weight for stage in stages if stage.place.is_first or stage.place.is_last]
+    ends = [stage.embedding_weight for stage in stages if stage.place.is_first or stage.place.is_last]
     return data_parallel.local_gradient(ends[0]) if ends and ends[0].requires_grad else None

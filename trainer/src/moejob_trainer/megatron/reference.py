@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.megatron.shares import local_part
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 
 
 class ReferenceWeights:
     """A copy of this rank's weights, made by the constructor."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[ModelStage]) -> None:
         self._stages = stages
         self._reference_parts = [_copy_to_host(local_part(tensor)) for tensor in _changing_tensors(stages)]
 
@@ -35,7 +35,7 @@ class ReferenceWeights:
             _write_parts(current, trained_parts)
 
 
-def _changing_tensors(stages: Sequence[Stage]) -> Iterator[Tensor]:
+def _changing_tensors(stages: Sequence[ModelStage]) -> Iterator[Tensor]:
     """Yield the tensors that training changes: trained parameters, and the biases that choose experts."""
     for stage in stages:
         yield from (parameter for parameter in stage.parameters() if parameter.requires_grad)

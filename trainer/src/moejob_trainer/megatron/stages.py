@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
-from torch import nn
 
 from moejob_api.derived import has_float8_products, has_replica_reads, has_shared_roundings, share_dtype, update_batch
 from moejob_api.job.job import Spec
@@ -44,7 +43,7 @@ class ScheduleConfig(ModelParallelConfig):
 def build_stages(model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device) -> list[Stage]:
     """Build the stages of this rank, one unless the schedule is interleaved; weights are undefined."""
     dtype = getattr(torch, spec.model.dtype.value)
-    schedule = _schedule_config(model, layout, dtype)
+    schedule = schedule_config(model, layout, dtype)
     groups = replace(groups, expert_memory=_map_expert_memory(model, spec, layout, groups, device))
     stages = []
     for place in stage_places(model, spec, groups):
@@ -75,12 +74,6 @@ def stage_places(model: Architecture, spec: Spec, groups: Groups) -> list[StageP
         )
         for index, layers in enumerate(chunks)
     ]
-
-
-def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of this rank under its name in the whole model."""
-    for stage in stages:
-        yield from stage.named_parameters()
 
 
 def _map_expert_memory(
@@ -116,7 +109,8 @@ def _cast_weights(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None 
     return stage
 
 
-def _schedule_config(model: Architecture, layout: Layout, dtype: torch.dtype) -> ScheduleConfig:
+def schedule_config(model: Architecture, layout: Layout, dtype: torch.dtype) -> ScheduleConfig:
+    """Return what Megatron's schedules and buffers read."""
     return ScheduleConfig(
         hidden_size=model.shape.hidden,
         tensor_model_parallel_size=layout.tensor,

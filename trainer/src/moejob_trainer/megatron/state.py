@@ -8,6 +8,7 @@ size changes to or from one. Knows nothing of steps, markers or retention.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import Tensor
 
 from moejob_api.job import Spec
 from moejob_api.layout.ranks import ParallelGroup as LayoutGroup
 from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
 from moejob_trainer.conversion.safetensors_writer import TensorEntry, open_shard_writer
+from moejob_trainer.conversion.tensor_table import slice_lengths
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.megatron.master_weights import PlainNumbers, StoredNumbers, copy_to_host
@@ -30,10 +32,10 @@ from moejob_trainer.megatron.shares import find_sharding, local_shards
 from moejob_trainer.megatron.state_copies import StateCopy
 from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
-from moejob_trainer.megatron.weights import named_weights, rank_coordinates
+from moejob_trainer.megatron.weights import part_slices, rank_coordinates
 from moejob_trainer.model.adapters import adapter_parameters, is_adapter
-from moejob_trainer.model.linear import is_tied_copy
-from moejob_trainer.model.parameters import Parameter, divided_axes, local_shape, local_slices
+from moejob_trainer.model.parameters import Parameter, divided_axes
+from moejob_trainer.model.stage import ModelStage, StoredPart
 from moejob_trainer.runtime.read_ahead import read_ahead
 
 
@@ -149,21 +151,21 @@ class StateFiles:
         return [held for held in self._held_shards() if held.is_own]
 
     def _held_shards(self) -> Iterator[HeldShard]:
+        stage_of = {parameter: stage for stage in self.engine.stages for parameter in stage.parameters()}
         for piece in self.engine.optimizer.pieces:
-            yield from self._optimizer_shards(piece)
+            yield from self._optimizer_shards(piece, stage_of[piece.parameter])
         for stage in self.engine.stages:
             updated = {
-                _whole_model_name(name, parameter)
+                part.name
                 for name, parameter in stage.named_parameters()
                 if parameter.requires_grad
+                for part in stage.stored_parts(name)
             }
-            for name, tensor in named_weights([stage]).items():
-                if name not in updated and name in self.parameters:
-                    yield from self._unchanged_shards(name, tensor)
+            for part, tensor in stage.weight_parts():
+                if part.name not in updated and part.name in self.parameters:
+                    yield from self._unchanged_shards(part, tensor)
 
-    def _optimizer_shards(self, piece: OptimizerShard) -> Iterator[HeldShard]:
-        name = _whole_model_name(piece.name, piece.parameter)
-        origin = [part.start for part in local_slices(self.parameters[name], rank_coordinates(self.engine.groups))]
+    def _optimizer_shards(self, piece: OptimizerShard, stage: ModelStage) -> Iterator[HeldShard]:
         states: Mapping[TensorRole, StoredNumbers] = {
             TensorRole.WEIGHT: piece.master,
             TensorRole.FIRST_MOMENT: PlainNumbers(piece.first_moment),
@@ -172,27 +174,38 @@ class StateFiles:
         # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
         is_own = is_counted_here(piece.parameter, self.engine.groups)
         begin = 0
-        shape = local_shape(self.parameters[name], rank_coordinates(self.engine.groups))
-        for shard in shards_of_range(shape, piece.start, piece.stop):
+        for part, shard in self._piece_shards(piece, stage):
             end = begin + shard.element_count
             for kind, values in states.items():
-                yield HeldShard(kind, name, shard.shift_by(origin), values.slice_range(begin, end), is_own)
+                yield HeldShard(kind, part.name, shard, values.slice_range(begin, end), is_own)
             begin = end
 
-    def _unchanged_shards(self, name: str, tensor: Tensor) -> Iterator[HeldShard]:
+    def _piece_shards(self, piece: OptimizerShard, stage: ModelStage) -> Iterator[tuple[StoredPart, ShardSpec]]:
+        """Yield the shards of a piece in the order of its numbers: a parameter may be parts of several tensors."""
+        place, first = rank_coordinates(self.engine.groups), 0
+        for part in stage.stored_parts(piece.name):
+            region = part_slices(part, self.parameters[part.name], place)
+            shape = slice_lengths(region)
+            start, stop = max(piece.start, first), min(piece.stop, first + math.prod(shape))
+            if start < stop:
+                for shard in shards_of_range(shape, start - first, stop - first):
+                    yield part, shard.shift_by([axis.start for axis in region])
+            first += math.prod(shape)
+
+    def _unchanged_shards(self, part: StoredPart, tensor: Tensor) -> Iterator[HeldShard]:
         """Yield the tensors that no update changes: frozen weights, and the bias on the choice of experts."""
-        origin = [part.start for part in local_slices(self.parameters[name], rank_coordinates(self.engine.groups))]
-        groups = self.engine.groups
-        is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in self.parameters[name].divided)
+        parameter, groups = self.parameters[part.name], self.engine.groups
+        origin = [axis.start for axis in part_slices(part, parameter, rank_coordinates(groups))]
+        is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in parameter.divided)
         replicas, holders = (
             (groups.expert_replicas, groups.expert_tensor) if is_of_experts else (groups.replicas, groups.tensor)
         )
-        is_whole = not divided_axes(self.parameters[name], rank_coordinates(groups))
+        is_whole = not divided_axes(parameter, rank_coordinates(groups))
         is_own = not is_whole or holders.rank == 0
         if find_sharding(tensor) is None:
             is_own = is_own and replicas.rank == 0
-        for shard, part in local_shards(tensor):
-            yield HeldShard(TensorRole.WEIGHT, name, shard.shift_by(origin), PlainNumbers(part.view(-1)), is_own)
+        for shard, values in local_shards(tensor):
+            yield HeldShard(TensorRole.WEIGHT, part.name, shard.shift_by(origin), PlainNumbers(values.view(-1)), is_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +254,6 @@ def _write_file(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> No
         for entry, tensor in zip(file.tensors, copied, strict=True):
             writer.put_tensor(entry.name, tensor)
         writer.sync()
-
-
-def _whole_model_name(name: str, parameter: nn.Parameter) -> str:
-    """Return the whole model's name: the last stage of a tied model holds a copy of the first one's embedding."""
-    return "embedding.weight" if is_tied_copy(parameter) else name
 
 
 def _read_index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[StoredShard]]:

@@ -36,7 +36,7 @@ from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import ExpertBalance, GlobalBatch
 from moejob_trainer.model.float8 import forget_roundings
 from moejob_trainer.model.moe_layer import MoELayer
-from moejob_trainer.model.stage import Stage, StageInput, StageOutput
+from moejob_trainer.model.stage import ModelStage, StageInput, StageOutput
 from moejob_trainer.objectives.multi_token_prediction import mtp_loss
 from moejob_trainer.runtime.ranges import named_range
 from moejob_trainer.training import LossFunction, LossTerms, MicroBatch, TokenOutputs, UpdateResult, WeightedMean
@@ -74,7 +74,7 @@ class MegatronTrainingEngine:
         self,
         model: Architecture,
         spec: Spec,
-        stages: Sequence[Stage],
+        stages: Sequence[ModelStage],
         placement: TrainingPlacement,
         learning_rate: Callable[[int], float],
     ) -> None:
@@ -97,7 +97,7 @@ class MegatronTrainingEngine:
         )
 
     @property
-    def stages(self) -> Sequence[Stage]:
+    def stages(self) -> Sequence[ModelStage]:
         """Return the stages of this rank when all their weights have arrived from the replicas."""
         self.data_parallel.finish_gather()
         return self._stages
@@ -340,8 +340,8 @@ class MegatronTrainingEngine:
 
     def _freeze_routers(self) -> None:
         if has_frozen_router(self.spec):
-            for moe in self._moe_layers():
-                moe.router.requires_grad_(requires_grad=False)
+            for weight in (weight for stage in self._stages for weight in stage.router_weights()):
+                weight.requires_grad = False
 
     def _clipping_factor(self, norm: float) -> float:
         max_norm = self.spec.training.clip_grad

@@ -20,7 +20,7 @@ from moejob_trainer.layers.routing import Routing, expert_load
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import ExpertBalance
 from moejob_trainer.model.moe_layer import MoELayer
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.runtime.devices import peak_memory_bytes
 from moejob_trainer.training import ExpertCounts
 
@@ -48,7 +48,7 @@ class UpdateMetrics:
 
     model: Architecture
     moe: MoE
-    stages: Sequence[Stage]
+    stages: Sequence[ModelStage]
     groups: Groups
     device: torch.device
 
@@ -59,7 +59,8 @@ class UpdateMetrics:
         flat = sum_over_group(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
         layers = flat[: counters.numel()].view(counters.shape)
         peak = {"peakMemoryBytes": flat[counters.numel() :].max().item()}
-        if self.model.routing is None:
+        # Megatron's own layers count nothing.
+        if self.model.routing is None or not layers[:, :-_SUMS].any():
             return CollectedMetrics(peak)
         choices = layers[:, :-_SUMS].round().to(torch.int64).numpy()
         counts = ExpertCounts(tuple(self._moe_layers()), choices)

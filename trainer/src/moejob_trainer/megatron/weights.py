@@ -14,10 +14,9 @@ from moejob_trainer.conversion.loading import PublishedCheckpoint, import_weight
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.shares import find_sharding, gather_whole_tensor, local_shards
 from moejob_trainer.model.adapters import Adapter, initialise_factor, is_adapter
-from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
+from moejob_trainer.model.stage import ModelStage, StoredPart
 
-_EMBEDDING, _OUTPUT = "embedding.weight", "output.weight"
 _HOST = torch.device("cpu")
 
 
@@ -31,27 +30,50 @@ def rank_coordinates(groups: Groups) -> Coordinates:
     return model_groups(groups).coordinates
 
 
-def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
+def named_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
     """Return all parameters and buffers of this rank, under their names in the whole model."""
-    named = {}
+    return {name: _join_parts(parts) for name, parts in _parts_by_name(stages).items()}
+
+
+def part_slices(part: StoredPart, parameter: Parameter, place: Coordinates) -> Slices:
+    """Return the region of a parameter of the whole model that a part of a rank's tensor holds."""
+    first, *others = local_slices(parameter, place)
+    if part.rows is not None:
+        first = slice(first.start + part.rows.start, first.start + part.rows.stop)
+    return (first, *others)
+
+
+def _parts_by_name(stages: Sequence[ModelStage]) -> dict[str, list[tuple[StoredPart, Tensor]]]:
+    """Return the parts of each tensor of the whole model, first rows first."""
+    parts: dict[str, list[tuple[StoredPart, Tensor]]] = {}
     for stage in stages:
-        tied = stage.model.shape.tied_embeddings
-        # keep_vars returns the parameters themselves, which carry their division over replicas.
-        for name, tensor in stage.state_dict(keep_vars=True).items():
+        for part, tensor in stage.weight_parts():
             # The last stage of a tied model holds a copy of the first one's embedding.
-            named[_EMBEDDING if tied and name == _OUTPUT else name] = tensor
-    return named
+            if part.rows is None:
+                parts[part.name] = [(part, tensor)]
+            else:
+                parts.setdefault(part.name, []).append((part, tensor))
+    return parts
 
 
-def load_pretrained(stages: Sequence[Stage], source: PublishedCheckpoint, groups: Groups) -> None:
+def _join_parts(parts: Sequence[tuple[StoredPart, Tensor]]) -> Tensor:
+    return parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
+
+
+def load_pretrained(stages: Sequence[ModelStage], source: PublishedCheckpoint, groups: Groups) -> None:
     """Read this rank's part of a published checkpoint; adapters stay as they are."""
-    read_weights(base_weights(stages), source, groups)
+    parts = [parts for name, parts in _parts_by_name(stages).items() if not is_adapter(name)]
+    read_weights({of[0][0].name: of[0][1] for of in parts if of[0][0].rows is None}, source, groups)
+    place = rank_coordinates(groups)
+    for part, tensor in (pair for of in parts for pair in of if pair[0].rows is not None):
+        parameter = source.table.by_name[part.name]
+        source.fill_tensor(tensor, parameter, part_slices(part, parameter, place))
 
 
-def forget_weights(stages: Sequence[Stage]) -> None:
+def forget_weights(stages: Sequence[ModelStage]) -> None:
     """Set all weights to nan: if a checkpoint leaves one out, the first step fails."""
     with torch.no_grad():
-        for tensor in named_weights(stages).values():
+        for _, tensor in (pair for stage in stages for pair in stage.weight_parts()):
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
 
@@ -78,27 +100,27 @@ def _find_parameter(name: str, shape: tuple[int, ...], table: TensorTable, place
     return parameter
 
 
-def base_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
+def base_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
     """The weights without their adapters."""
     return {name: tensor for name, tensor in named_weights(stages).items() if not is_adapter(name)}
 
 
-def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
+def adapter_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
     """The adapters alone."""
     return {name: tensor for name, tensor in named_weights(stages).items() if is_adapter(name)}
 
 
-def whole_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+def whole_weights(stages: Sequence[ModelStage]) -> Mapping[str, Tensor]:
     """Return the weights as they compute. All replicas read them in the same order: each read is a gather."""
-    return _WholeWeights(base_weights(stages))
+    return _WholeWeights({name: parts for name, parts in _parts_by_name(stages).items() if not is_adapter(name)})
 
 
-def whole_adapters(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+def whole_adapters(stages: Sequence[ModelStage]) -> Mapping[str, Tensor]:
     """Return the adapters alone, in the same way."""
-    return _WholeWeights(adapter_weights(stages))
+    return _WholeWeights({name: parts for name, parts in _parts_by_name(stages).items() if is_adapter(name)})
 
 
-def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+def merged_weights(stages: Sequence[ModelStage]) -> Mapping[str, Tensor]:
     """Return the weights with their adapters added, in the same way."""
     base = whole_weights(stages)
     products = {name: adapter for stage in stages for name, adapter in _stage_adapters(stage)}
@@ -108,11 +130,11 @@ def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
 class _WholeWeights(Mapping[str, Tensor]):
     """Gathers a weight when it is read: memory has room for one whole weight at a time."""
 
-    def __init__(self, local_weights: Mapping[str, Tensor]) -> None:
-        self._held = local_weights
+    def __init__(self, local_parts: Mapping[str, Sequence[tuple[StoredPart, Tensor]]]) -> None:
+        self._held = local_parts
 
     def __getitem__(self, name: str) -> Tensor:
-        return gather_whole_tensor(self._held[name])
+        return gather_whole_tensor(_join_parts(self._held[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -144,7 +166,7 @@ class _MergedWeights(Mapping[str, Tensor]):
         return len(self._base)
 
 
-def _stage_adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
+def _stage_adapters(stage: ModelStage) -> Iterator[tuple[str, Adapter]]:
     for owner, module in stage.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Adapter):
@@ -152,7 +174,7 @@ def _stage_adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
                 yield f"{owner}.{last}", value
 
 
-def initialise_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], groups: Groups, seed: int) -> None:
+def initialise_adapters(stages: Sequence[ModelStage], declared: Sequence[Parameter], groups: Groups, seed: int) -> None:
     """Fresh adapters, which add nothing yet; every layout starts with the same ones."""
     place, named = rank_coordinates(groups), adapter_weights(stages)
     with torch.no_grad():
@@ -164,7 +186,7 @@ def initialise_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], 
 
 
 def initialise_weights(
-    stages: Sequence[Stage],
+    stages: Sequence[ModelStage],
     parameters: Sequence[Parameter],
     groups: Groups,
     seed: int,
@@ -176,12 +198,13 @@ def initialise_weights(
     models: the one that comes with moejob, and those of tests. A GPU is faster and draws other numbers.
     """
     place = rank_coordinates(groups)
-    named = named_weights(stages)
+    named = _parts_by_name(stages)
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
                 values = _initial_values(parameter, seed + number, device)
-                _set_local_part(named[parameter.name], values[local_slices(parameter, place)])
+                for part, tensor in named[parameter.name]:
+                    _set_local_part(tensor, values[part_slices(part, parameter, place)])
 
 
 def _set_local_part(tensor: Tensor, values: Tensor) -> None:

@@ -4,14 +4,17 @@ states or log-probabilities.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from moejob_api.derived import kept_slope_bytes
 from moejob_api.job.job import Spec
@@ -24,11 +27,16 @@ from moejob_trainer.model.adapters import dropout_key
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.layer import TransformerLayer, make_norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
+from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import OffloadedPass
 from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.parameters import model_parameters, padded_vocabulary
 from moejob_trainer.model.recompute import maybe_recompute, recomputed_groups
+
+# Of a layer's number and the states into and out of it, and of the states into the final norm. [t, h]
+KeepLayer = Callable[[int, Tensor, Tensor], None]
+KeepFinal = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +148,75 @@ class Head(nn.Module):
         return zeros, zeros, tokens
 
 
-class Stage(nn.Module):
-    """One pipeline stage, or one of its chunks."""
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a stage's tensor that lies in one tensor of the whole model.
 
-    def __init__(self, model: Architecture, spec: Spec, groups: Groups, place: StagePlace) -> None:
+    `rows` are rows of that tensor as this rank holds it; None where the part is all of them.
+    """
+
+    name: str
+    rows: slice | None = None
+
+
+class ModelStage(nn.Module, ABC):
+    """One pipeline stage of any implementation, or one of its chunks, as the engine sees it.
+
+    `config` and `model_type` are what Megatron's schedules read.
+    """
+
+    output: Head
+    config: Any
+    model_type: Any
+    # Of our own layers only: GRPO's probe reaches into them.
+    embedding: Any
+    final_norm: Any
+    layers: Any
+
+    def __init__(self, model: Architecture, groups: Groups, place: StagePlace) -> None:
         super().__init__()
         self.model, self.place, self.groups = model, place, groups
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Return whether the last stage needs the embedding too: as its output layer, or for MTP modules."""
+        return self.model.shape.tied_embeddings or len(self.model.shape.mtp_layers) > 0
+
+    @property
+    @abstractmethod
+    def embedding_weight(self) -> nn.Parameter:
+        """The embedding of the first stage, or its copy on the last one."""
+
+    @abstractmethod
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """The layers by their numbers in the whole model; those of MTP modules come behind the last."""
+
+    @abstractmethod
+    def router_weights(self) -> Iterator[nn.Parameter]:
+        """The weights that choose experts."""
+
+    @abstractmethod
+    def stored_parts(self, name: str) -> Sequence[StoredPart]:
+        """Return where one of this stage's tensors lies in the whole model, part behind part."""
+
+    @abstractmethod
+    def weight_parts(self) -> Iterator[tuple[StoredPart, Tensor]]:
+        """Return all parameters and buffers as parts of the whole model; writing to one sets the weight."""
+
+    @abstractmethod
+    def watch_layers(self, keep_layer: KeepLayer, keep_final: KeepFinal) -> list[RemovableHandle]:
+        """Call back with the states into and out of each layer, and into the final norm, until handles are removed."""
+
+    @abstractmethod
+    def set_input_tensor(self, received: Sequence[Tensor | None]) -> None:
+        """Take the output of the stage before; Megatron's schedules call it by this name."""
+
+
+class Stage(ModelStage):
+    """One pipeline stage of our own layers, or one of its chunks."""
+
+    def __init__(self, model: Architecture, spec: Spec, groups: Groups, place: StagePlace) -> None:
+        super().__init__(model, groups, place)
         self.share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         shape = model.shape
         self.layers = nn.ModuleDict(
@@ -169,9 +240,38 @@ class Stage(nn.Module):
             add_adapters(self, declared, spec.training.lora, spec.training.seed)
 
     @property
-    def shares_embedding(self) -> bool:
-        """Return whether the last stage needs the embedding too: as its output layer, or for MTP modules."""
-        return self.model.shape.tied_embeddings or len(self.model.shape.mtp_layers) > 0
+    def embedding_weight(self) -> nn.Parameter:
+        """The embedding of the first stage, or its copy on the last one."""
+        return self.embedding.weight
+
+    def router_weights(self) -> Iterator[nn.Parameter]:
+        """The weights that choose experts."""
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                yield from module.router.parameters()
+
+    def stored_parts(self, name: str) -> Sequence[StoredPart]:
+        """Return the tensor's own name: the last stage of a tied model holds a copy of the first one's embedding."""
+        is_tied = name == "output.weight" and self.model.shape.tied_embeddings
+        return [StoredPart("embedding.weight" if is_tied else name)]
+
+    def weight_parts(self) -> Iterator[tuple[StoredPart, Tensor]]:
+        """Return all parameters and buffers; the parameters themselves carry their division over replicas."""
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            yield self.stored_parts(name)[0], tensor
+
+    def watch_layers(self, keep_layer: KeepLayer, keep_final: KeepFinal) -> list[RemovableHandle]:
+        """Call back with the states into and out of each layer, and into the final norm, until handles are removed."""
+
+        def keep_states(index: int, _: nn.Module, inputs: Sequence[Any], output: Tensor) -> None:
+            keep_layer(index, inputs[0].detach(), output.detach())
+
+        handles = [
+            layer.register_forward_hook(partial(keep_states, int(index))) for index, layer in self.layers.items()
+        ]
+        if self.place.is_last:
+            handles.append(self.final_norm.register_forward_pre_hook(lambda _, inputs: keep_final(inputs[0].detach())))
+        return handles
 
     def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """The layers by their numbers in the whole model; those of MTP modules come behind the last."""

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import Tensor
 
 from moejob_api.arithmetic import round_up
 from moejob_api.layout.sizes import Layout
@@ -27,7 +26,7 @@ from moejob_trainer.megatron.pipeline import gather_row_values
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.model.float8 import without_float8
 from moejob_trainer.model.moe_layer import MoELayer
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.model_check.reference import ReferenceModel
 from moejob_trainer.model_check.tolerance import COPIED, Comparison, compare_logits, compare_states, find_tolerance
 from moejob_trainer.training import Document, MicroBatch, TokenOutputs
@@ -148,11 +147,8 @@ def _record_activations(engine: MegatronTrainingEngine, batches: Sequence[MicroB
     layer_states: dict[int, tuple[Tensor, Tensor]] = {}
     final: list[Tensor] = []
 
-    def keep_layer(index: int, _: nn.Module, inputs: Sequence[Any], output: Tensor) -> None:
-        layer_states.setdefault(index, (inputs[0].detach(), output.detach()))
-
-    def keep_final(_: nn.Module, inputs: Sequence[Any]) -> None:
-        final.append(inputs[0].detach())
+    def keep_layer(index: int, before: Tensor, after: Tensor) -> None:
+        layer_states.setdefault(index, (before, after))
 
     with ExitStack() as stack:
         # Transformers computes logits: the temperature of GRPO's answers is no part of the model.
@@ -160,10 +156,8 @@ def _record_activations(engine: MegatronTrainingEngine, batches: Sequence[MicroB
         for stage in engine.stages:
             stack.enter_context(_without_capacity(stage))
             stack.enter_context(without_float8(stage))
-            for index, layer in stage.layers.items():
-                stack.callback(layer.register_forward_hook(partial(keep_layer, int(index))).remove)
-            if stage.place.is_last:
-                stack.callback(stage.final_norm.register_forward_pre_hook(keep_final).remove)
+            for handle in stage.watch_layers(keep_layer, final.append):
+                stack.callback(handle.remove)
         outputs = engine.compute_outputs(batches)[0]
     sequence_parallel = engine.spec.parallelism.sequence_parallel
     rows = partial(_gather_rows, groups=engine.groups, sequence_parallel=sequence_parallel)
@@ -178,7 +172,7 @@ def _gather_rows(state: Tensor, *, groups: Groups, sequence_parallel: bool) -> T
 
 
 @contextmanager
-def _without_capacity(stage: Stage) -> Iterator[None]:
+def _without_capacity(stage: ModelStage) -> Iterator[None]:
     """Remove the capacity of experts meanwhile: Transformers drops no token."""
     moe_layers = [module for module in stage.modules() if isinstance(module, MoELayer)]
     settings = [moe.settings for moe in moe_layers]
