@@ -1,4 +1,4 @@
-"""What Megatron's own models do not do is refused by the name of its field."""
+"""Megatron's own models: a field that they do not obey is refused by its name."""
 
 from __future__ import annotations
 

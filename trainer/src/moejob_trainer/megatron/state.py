@@ -35,7 +35,7 @@ from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import part_slices, rank_coordinates
 from moejob_trainer.model.adapters import adapter_parameters, is_adapter
 from moejob_trainer.model.parameters import Parameter, divided_axes
-from moejob_trainer.model.stage import ModelStage, StoredPart
+from moejob_trainer.model.stage import ModelStage, WeightPart
 from moejob_trainer.runtime.read_ahead import read_ahead
 
 
@@ -180,7 +180,7 @@ class StateFiles:
                 yield HeldShard(kind, part.name, shard, values.slice_range(begin, end), is_own)
             begin = end
 
-    def _piece_shards(self, piece: OptimizerShard, stage: ModelStage) -> Iterator[tuple[StoredPart, ShardSpec]]:
+    def _piece_shards(self, piece: OptimizerShard, stage: ModelStage) -> Iterator[tuple[WeightPart, ShardSpec]]:
         """Yield the shards of a piece in the order of its numbers: a parameter may be parts of several tensors."""
         place, first = rank_coordinates(self.engine.groups), 0
         for part in stage.stored_parts(piece.name):
@@ -192,7 +192,7 @@ class StateFiles:
                     yield part, shard.shift_by([axis.start for axis in region])
             first += math.prod(shape)
 
-    def _unchanged_shards(self, part: StoredPart, tensor: Tensor) -> Iterator[HeldShard]:
+    def _unchanged_shards(self, part: WeightPart, tensor: Tensor) -> Iterator[HeldShard]:
         """Yield the tensors that no update changes: frozen weights, and the bias on the choice of experts."""
         parameter, groups = self.parameters[part.name], self.engine.groups
         origin = [axis.start for axis in part_slices(part, parameter, rank_coordinates(groups))]

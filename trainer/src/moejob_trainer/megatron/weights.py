@@ -15,7 +15,7 @@ from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.shares import find_sharding, gather_whole_tensor, local_shards
 from moejob_trainer.model.adapters import Adapter, initialise_factor, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
-from moejob_trainer.model.stage import ModelStage, StoredPart
+from moejob_trainer.model.stage import ModelStage, WeightPart
 
 _HOST = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def named_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
     return {name: _join_parts(parts) for name, parts in _parts_by_name(stages).items()}
 
 
-def part_slices(part: StoredPart, parameter: Parameter, place: Coordinates) -> Slices:
+def part_slices(part: WeightPart, parameter: Parameter, place: Coordinates) -> Slices:
     """Return the region of a parameter of the whole model that a part of a rank's tensor holds."""
     first, *others = local_slices(parameter, place)
     if part.rows is not None:
@@ -43,9 +43,9 @@ def part_slices(part: StoredPart, parameter: Parameter, place: Coordinates) -> S
     return (first, *others)
 
 
-def _parts_by_name(stages: Sequence[ModelStage]) -> dict[str, list[tuple[StoredPart, Tensor]]]:
+def _parts_by_name(stages: Sequence[ModelStage]) -> dict[str, list[tuple[WeightPart, Tensor]]]:
     """Return the parts of each tensor of the whole model, first rows first."""
-    parts: dict[str, list[tuple[StoredPart, Tensor]]] = {}
+    parts: dict[str, list[tuple[WeightPart, Tensor]]] = {}
     for stage in stages:
         for part, tensor in stage.weight_parts():
             # The last stage of a tied model holds a copy of the first one's embedding.
@@ -56,16 +56,17 @@ def _parts_by_name(stages: Sequence[ModelStage]) -> dict[str, list[tuple[StoredP
     return parts
 
 
-def _join_parts(parts: Sequence[tuple[StoredPart, Tensor]]) -> Tensor:
+def _join_parts(parts: Sequence[tuple[WeightPart, Tensor]]) -> Tensor:
     return parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
 
 
 def load_pretrained(stages: Sequence[ModelStage], source: PublishedCheckpoint, groups: Groups) -> None:
     """Read this rank's part of a published checkpoint; adapters stay as they are."""
-    parts = [parts for name, parts in _parts_by_name(stages).items() if not is_adapter(name)]
-    read_weights({of[0][0].name: of[0][1] for of in parts if of[0][0].rows is None}, source, groups)
+    of_base = {name: parts for name, parts in _parts_by_name(stages).items() if not is_adapter(name)}
+    pairs = [pair for parts in of_base.values() for pair in parts]
+    read_weights({part.name: tensor for part, tensor in pairs if part.rows is None}, source, groups)
     place = rank_coordinates(groups)
-    for part, tensor in (pair for of in parts for pair in of if pair[0].rows is not None):
+    for part, tensor in (pair for pair in pairs if pair[0].rows is not None):
         parameter = source.table.by_name[part.name]
         source.fill_tensor(tensor, parameter, part_slices(part, parameter, place))
 
@@ -130,7 +131,7 @@ def merged_weights(stages: Sequence[ModelStage]) -> Mapping[str, Tensor]:
 class _WholeWeights(Mapping[str, Tensor]):
     """Gathers a weight when it is read: memory has room for one whole weight at a time."""
 
-    def __init__(self, local_parts: Mapping[str, Sequence[tuple[StoredPart, Tensor]]]) -> None:
+    def __init__(self, local_parts: Mapping[str, Sequence[tuple[WeightPart, Tensor]]]) -> None:
         self._held = local_parts
 
     def __getitem__(self, name: str) -> Tensor:

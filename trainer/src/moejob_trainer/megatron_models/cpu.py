@@ -42,8 +42,8 @@ def use_cpu_models() -> None:
     for module in modules.values():
         # The dispatcher copies counts to the host on a stream; the generator gets a seed and is saved around layers.
         vars(module.torch.cuda).update(
-            Stream=_Stream,
-            current_stream=_Stream,
+            Stream=_OnlyStream,
+            current_stream=_OnlyStream,
             stream=nullcontext,
             get_rng_state=lambda *_: torch.get_rng_state(),
             manual_seed=torch.manual_seed,
@@ -56,17 +56,17 @@ def use_cpu_models() -> None:
     modules[_LANGUAGE].LanguageModule._is_in_embd_group = lambda _: False  # noqa: SLF001
 
 
-class _Stream:
+class _OnlyStream:
     """The one order of work of a CPU, and an event in it: whatever waits for it need not."""
 
-    def record_event(self) -> _Stream:
+    def record_event(self) -> _OnlyStream:
         """Return an event behind all work so far."""
         return self
 
     def synchronize(self) -> None:
         """Wait for nothing."""
 
-    def wait_stream(self, _: _Stream) -> None:
+    def wait_stream(self, _: _OnlyStream) -> None:
         """Wait for nothing."""
 
 

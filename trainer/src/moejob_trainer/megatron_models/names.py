@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from moejob_api.models.shape import GroupedAttention, ModelShape
-from moejob_trainer.model.stage import StoredPart
+from moejob_trainer.model.stage import WeightPart
 
 _ENDS: Mapping[str, str] = {
     "embedding.word_embeddings.weight": "embedding.weight",
@@ -42,25 +42,25 @@ _JOINED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def find_stored_parts(name: str, shape: ModelShape, layers: range, tensor_size: int) -> Sequence[StoredPart]:
+def find_stored_parts(name: str, shape: ModelShape, layers: range, tensor_size: int) -> Sequence[WeightPart]:
     """Return the parts of one of a chunk's tensors; a name that our model does not have stays as it is."""
     name = name.removeprefix("gpt.")
     match = _LAYER.fullmatch(name)
     if match is None:
         is_tied = shape.tied_embeddings and name == "output_layer.weight"
-        return [StoredPart("embedding.weight" if is_tied else _ENDS.get(name, name))]
+        return [WeightPart("embedding.weight" if is_tied else _ENDS.get(name, name))]
     index, inner = layers[int(match[1])], match[2]
     prefix = f"layers.{index}."
     joined = _JOINED.fullmatch(inner)
     attention = shape.layers[index].attention
     if joined is None or not isinstance(attention, GroupedAttention):
-        return [StoredPart(prefix + _OF_LAYER.get(inner, inner))]
+        return [WeightPart(prefix + _OF_LAYER.get(inner, inner))]
     heads = attention.heads // attention.key_value_heads
     return [
         part
         for group in range(attention.key_value_heads // tensor_size)
         for part in (
-            StoredPart(f"{prefix}attention.query.{joined[1]}", slice(group * heads, (group + 1) * heads)),
-            StoredPart(f"{prefix}attention.key_value.{joined[1]}", slice(group, group + 1)),
+            WeightPart(f"{prefix}attention.query.{joined[1]}", slice(group * heads, (group + 1) * heads)),
+            WeightPart(f"{prefix}attention.key_value.{joined[1]}", slice(group, group + 1)),
         )
     ]

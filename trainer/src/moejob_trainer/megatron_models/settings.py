@@ -114,14 +114,14 @@ def _check_numbers(provider: Any, model: Architecture) -> None:
 
 def read_overrides(texts: Mapping[str, str], taken: frozenset[str]) -> Mapping[str, Any]:
     """Return `model.transformer` in the types of the installed Megatron; BadConfiguration for what cannot be set."""
-    known = {field.name for field in fields(TransformerConfig)}
-    hints = get_type_hints(TransformerConfig)
-    return {name: _read_override(name, text, known, hints, taken) for name, text in texts.items()}
+    types = get_type_hints(TransformerConfig)
+    hints = {field.name: types[field.name] for field in fields(TransformerConfig)}
+    return {name: _read_override(name, text, hints, taken) for name, text in texts.items()}
 
 
-def _read_override(name: str, text: str, known: set[str], hints: Mapping[str, Any], taken: frozenset[str]) -> Any:
-    if name not in known:
-        nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+def _read_override(name: str, text: str, hints: Mapping[str, Any], taken: frozenset[str]) -> Any:
+    if name not in hints:
+        nearest = get_close_matches(name, hints, n=1, cutoff=0.0)[0]
         raise BadConfiguration(
             f"model.transformer.{name}: TransformerConfig of the installed Megatron has no such key; use {nearest}"
         )

@@ -30,7 +30,7 @@ from moejob_trainer.model.stage import (
     StageInput,
     StageOutput,
     StagePlace,
-    StoredPart,
+    WeightPart,
 )
 
 
@@ -66,11 +66,11 @@ class MegatronStage(ModelStage):
         """The weights that choose experts."""
         return (parameter for name, parameter in self.named_parameters() if ".router." in name)
 
-    def stored_parts(self, name: str) -> Sequence[StoredPart]:
+    def stored_parts(self, name: str) -> Sequence[WeightPart]:
         """Return where one of Megatron's tensors lies in the whole model, in our own names."""
         return find_stored_parts(name, self.model.shape, self.place.layers, self.groups.tensor.size)
 
-    def weight_parts(self) -> Iterator[tuple[StoredPart, Tensor]]:
+    def weight_parts(self) -> Iterator[tuple[WeightPart, Tensor]]:
         """Return all parameters and buffers as parts of the whole model; writing to one sets the weight."""
         place = rank_coordinates(self.groups)
         for name, tensor in self.gpt.state_dict(keep_vars=True).items():

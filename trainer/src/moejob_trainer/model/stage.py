@@ -149,7 +149,7 @@ class Head(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
+class WeightPart:
     """A part of a stage's tensor that lies in one tensor of the whole model.
 
     `rows` are rows of that tensor as this rank holds it; None where the part is all of them.
@@ -196,11 +196,11 @@ class ModelStage(nn.Module, ABC):
         """The weights that choose experts."""
 
     @abstractmethod
-    def stored_parts(self, name: str) -> Sequence[StoredPart]:
+    def stored_parts(self, name: str) -> Sequence[WeightPart]:
         """Return where one of this stage's tensors lies in the whole model, part behind part."""
 
     @abstractmethod
-    def weight_parts(self) -> Iterator[tuple[StoredPart, Tensor]]:
+    def weight_parts(self) -> Iterator[tuple[WeightPart, Tensor]]:
         """Return all parameters and buffers as parts of the whole model; writing to one sets the weight."""
 
     @abstractmethod
@@ -250,12 +250,12 @@ class Stage(ModelStage):
             if isinstance(module, MoELayer):
                 yield from module.router.parameters()
 
-    def stored_parts(self, name: str) -> Sequence[StoredPart]:
+    def stored_parts(self, name: str) -> Sequence[WeightPart]:
         """Return the tensor's own name: the last stage of a tied model holds a copy of the first one's embedding."""
         is_tied = name == "output.weight" and self.model.shape.tied_embeddings
-        return [StoredPart("embedding.weight" if is_tied else name)]
+        return [WeightPart("embedding.weight" if is_tied else name)]
 
-    def weight_parts(self) -> Iterator[tuple[StoredPart, Tensor]]:
+    def weight_parts(self) -> Iterator[tuple[WeightPart, Tensor]]:
         """Return all parameters and buffers; the parameters themselves carry their division over replicas."""
         for name, tensor in self.state_dict(keep_vars=True).items():
             yield self.stored_parts(name)[0], tensor
