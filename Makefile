@@ -169,8 +169,11 @@ test-learning: $(trainer_built) #: Test on three seeds that GRPO learns, also fr
 	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
 # One process: the import of Megatron-Bridge takes as long as its tests.
+# Rows of Megatron's own models, which only this environment has, and with them the few of ours.
+megatron_parity := tests/trainer/parity/test_parity.py::test_a_layout_trains_what_transformers_trains \
+	tests/trainer/parity/test_parity.py::test_one_rank_trains_what_transformers_trains
 test-bridge: $(bridge_built) $(operator_built) ## Test conversion to and from Megatron's checkpoints
-	@$(call tested,$(bridge),tests/bridge -m "not thorough")
+	@$(call tested,$(bridge),tests/bridge tests/trainer/megatron_models $(megatron_parity) -m "not thorough")
 
 # Resumed weights and moments are compared to the bit; the printed errors are those of losses.
 matrix: $(trainer_built) #: Train and resume in every layout; print each error

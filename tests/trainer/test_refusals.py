@@ -157,6 +157,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "megatron/training_engine.py:MegatronTrainingEngine._sum_totals": "weights of the records",
     "megatron/training_engine.py:MegatronTrainingEngine.compute_reference_outputs": "internal: the objective",
     "megatron/weights.py": "internal: the table of a family",
+    "megatron_models/": "Megatron-Bridge and Megatron-Core as they are installed, which the gate never imports",
     "model/architecture.py:_read_hf_config": "Transformers, which the gate never imports",
     "model/parameters.py:Coordinates.rank_and_size": "internal: groups of a layout",
     "model/pretrained.py": "the folder of the model",
