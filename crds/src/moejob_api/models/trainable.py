@@ -22,6 +22,7 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.QWEN2_MOE: "Megatron-Bridge has no bridge for Qwen2-MoE",
     Family.DEEPSEEK_V2: "Megatron's latent attention needs Transformer Engine",
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
+    Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
     Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
