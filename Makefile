@@ -38,19 +38,19 @@ quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
 
 built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.txt scripts/environment scripts/find_python VERSION \
 	$(patsubst %,%/pyproject.toml,$(2)) | sha256sum | cut -c 1-16)
-operator_built := $(call built,operator,crds operator cli)
+operator_built := $(call built,operator,crds operator client cli)
 trainer_built := $(call built,trainer,crds trainer)
 trainer_gpu_built := $(call built,trainer-gpu,crds trainer)
 rollout_built := $(call built,rollout,crds rollout)
 peft_built := $(call built,peft)
 bridge_built := $(call built,bridge,crds trainer)
-docs_built := $(call built,docs,crds operator cli)
+docs_built := $(call built,docs,crds operator client cli)
 trl_built := $(call built,trl)
 mlflow_built := $(call built,mlflow)
 real_built := $(call built,real)
 
 $(operator_built):
-	@scripts/environment operator $@ crds operator cli
+	@scripts/environment operator $@ crds operator client cli
 
 $(trainer_built):
 	@scripts/environment trainer $@ crds trainer
@@ -68,7 +68,7 @@ $(bridge_built):
 	@scripts/environment bridge $@ crds trainer
 
 $(docs_built):
-	@scripts/environment docs $@ crds operator cli
+	@scripts/environment docs $@ crds operator client cli
 
 $(trl_built):
 	@scripts/environment trl $@
@@ -99,7 +99,7 @@ fmt: $(operator_built) ## Format, and fix what ruff can fix
 lint: $(operator_built) ## Check format, style, words, pages and import rules
 	@$(operator)/ruff format --quiet --check --diff
 	@$(operator)/ruff check --quiet
-	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
+	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:client/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 	@$(operator)/python scripts/words.py
 	@$(operator)/python scripts/page_width.py
 
@@ -110,9 +110,9 @@ types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, stric
 	@$(two_at_a_time) operator-types trainer-types rollout-types
 
 operator-types:
-	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
+	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src client/src cli/src scripts images \
 		benchmarks/*.py benchmarks/contest \
-		$(filter-out %/launcher_listeners.py %/engine_listeners.py,$(wildcard benchmarks/hostile/*.py)) tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
+		$(filter-out %/launcher_listeners.py %/engine_listeners.py,$(wildcard benchmarks/hostile/*.py)) tests/*.py $(patsubst %,tests/%,api operator client cli chart cluster builds)))
 
 trainer-types:
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout benchmarks/grpo_learning \
@@ -152,7 +152,7 @@ test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_
 
 # Three processes on two cores, for tests of commands wait for other processes.
 test-operator: $(operator_built) ## Test api, operator, cli, chart and the building of images
-	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 3 --dist worksteal)
+	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api client cli operator chart builds)) -n 3 --dist worksteal)
 
 # moejob run is in the operator's environment; references have environments of their own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) $(real_built) ## Test the trainer
@@ -351,8 +351,8 @@ audit-images: #: Look up the contents of images among known vulnerabilities
 
 clean: #: Remove the environments and build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
-		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
-	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
+		$(foreach dist,crds operator trainer rollout client cli,$(dist)/dist $(dist)/build)
+	@find $(wildcard crds operator trainer rollout client cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help setup setup-gpu setup-megatron fmt lint types operator-types trainer-types rollout-types generate \
 	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \

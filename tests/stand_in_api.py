@@ -16,7 +16,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_operator.kube_api.api_client import ApiClient
+from moejob_client.api_client import ApiClient
 
 # Status and body: without one the object that was sent comes back as an API server keeps it. A status below 0 answers
 # 200 and then says nothing for ever.

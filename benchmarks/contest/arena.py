@@ -16,7 +16,7 @@ from benchmarks.contest.costs import Costs, costs
 from benchmarks.contest.histograms import Histogram
 from cluster.control_plane.components import Component
 from cluster.control_plane.plane import ControlPlane
-from moejob_operator.kube_api.api_client import ApiClient, load_configuration
+from moejob_client.api_client import ApiClient, load_configuration
 
 _AT_ONCE = 16
 _POLL_SECONDS = 0.02

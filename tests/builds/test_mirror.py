@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {"api": "crds", "operator": "operator", "trainer": "trainer", "rollout": "rollout", "cli": "cli"}
+SOURCES = {
+    "api": "crds",
+    "operator": "operator",
+    "trainer": "trainer",
+    "rollout": "rollout",
+    "client": "client",
+    "cli": "cli",
+}
 
 # Folders of tests without a package, each with the reason.
 APART: Mapping[str, str] = {

@@ -10,7 +10,14 @@ import pytest
 
 from image_builds.recipes import ROOT
 
-SOURCES = {"api": "crds", "operator": "operator", "trainer": "trainer", "rollout": "rollout", "cli": "cli"}
+SOURCES = {
+    "api": "crds",
+    "operator": "operator",
+    "trainer": "trainer",
+    "rollout": "rollout",
+    "client": "client",
+    "cli": "cli",
+}
 # What a process starts with.
 APART = {"moejob_operator.handlers", "moejob_operator.installed"}
 MODULES = sorted(set(re.findall(r"moejob_(\w+?)((?:\.\w+)*)(?=\s|$)", (ROOT / ".importlinter").read_text())))

@@ -11,7 +11,17 @@ import pytest
 
 from image_builds.recipes import ROOT
 
-FOLDERS = ("crds/src", "operator/src", "trainer/src", "rollout/src", "cli/src", "scripts", "tests", "benchmarks")
+FOLDERS = (
+    "crds/src",
+    "operator/src",
+    "trainer/src",
+    "rollout/src",
+    "client/src",
+    "cli/src",
+    "scripts",
+    "tests",
+    "benchmarks",
+)
 # hypothesis, pydantic and pytest call what is decorated, and Python itself calls dunder methods.
 CALLED_BY_OTHERS = ("__", "test_")
 

@@ -38,7 +38,7 @@ def test_fails_once():
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A tree with the Makefile of this one, and one passing test for each target."""
-    for name in ("scripts", "requirements", "VERSION", "crds", "operator", "trainer", "rollout", "cli"):
+    for name in ("scripts", "requirements", "VERSION", "crds", "operator", "trainer", "rollout", "client", "cli"):
         (tmp_path / name).symlink_to(ROOT / name)
     # A copy: the file is a lock, too, which the run that this test belongs to holds.
     copyfile(ROOT / "Makefile", tmp_path / "Makefile")

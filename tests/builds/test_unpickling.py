@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for package in ("crds", "operator", "trainer", "rollout", "cli")
+    for package in ("crds", "operator", "trainer", "rollout", "client", "cli")
     for path in (ROOT / package).rglob("src/**/*.py")
 )
 

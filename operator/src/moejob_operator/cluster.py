@@ -10,7 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moejob_api.contract.pods import PodProgress
+from moejob_client.errors import Conflict, Forbidden, Retryable
 from moejob_operator.actions import Event, Manifest, ObjectReference
+
+__all__ = [
+    "Children",
+    "Cluster",
+    "Conflict",
+    "Forbidden",
+    "JobKey",
+    "NameInTheWay",
+    "Raw",
+    "Retryable",
+]
 
 Raw = Mapping[str, Any]
 
@@ -36,18 +48,6 @@ class Children:
     pod_groups: tuple[Raw, ...]
     # Nodes that are gone or silent. Only on these may a pod be deleted without its kubelet's consent.
     lost_nodes: frozenset[str] = frozenset()
-
-
-class Conflict(Exception):
-    """The object changed since it was read: read and decide again."""
-
-
-class Retryable(Exception):
-    """The API server could not answer now; the same reconcile may succeed later."""
-
-
-class Forbidden(Exception):
-    """The API server refused, and would again: quota, admission, an invalid object. The message is for the user."""
 
 
 class NameInTheWay(Forbidden):

@@ -17,10 +17,10 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from moejob_api.job import KIND
+from moejob_client.api_client import AlreadyExists, ApiClient, NotFound, load_configuration
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound, load_configuration
 from moejob_operator.kube_api.live_lists import JOBS, collection_path
 from moejob_operator.reachable import report_policies
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease

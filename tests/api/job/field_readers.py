@@ -69,7 +69,7 @@ def _inside(annotation: object) -> list[type[ApiModel]]:
 
 
 def _sources(stripped: frozenset[Read]) -> Iterator[BuildSource]:
-    for folder in ("crds/src", "operator/src", "cli/src", "trainer/src", "rollout/src"):
+    for folder in ("crds/src", "operator/src", "client/src", "cli/src", "trainer/src", "rollout/src"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts).removesuffix(".__init__")
             text = _without(path, stripped) if path.is_relative_to(_JOB) else None

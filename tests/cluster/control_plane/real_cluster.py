@@ -22,9 +22,9 @@ from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, FakeCluster, Id, OperatorCrash, format_time
 from moejob_api.contract.pods import Label, PodProgress, PodRole
+from moejob_client.api_client import ApiClient
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.cluster import Children, JobKey, Raw
-from moejob_operator.kube_api.api_client import ApiClient
 from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED

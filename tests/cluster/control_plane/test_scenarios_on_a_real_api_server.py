@@ -23,9 +23,9 @@ from cluster.extent import in_full
 from cluster.waiting import until
 from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
+from moejob_client.api_client import ApiClient, load_configuration
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
-from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 from moejob_operator.runtime.metrics import Metrics
 from scenarios import SCENARIOS, Scenario, play_scenario
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from moejob_client.api_client import NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
-from moejob_operator.kube_api.api_client import NotFound
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.work_queue import RateLimiter, WorkOutcome, WorkQueue

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 from moejob_api.contract.pods import PodProgress
 from moejob_api.job import KIND
+from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.children.shared import SECRET_KEY
 from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameInTheWay, Raw, Retryable
-from moejob_operator.kube_api.api_client import AlreadyExists, ApiClient, NotFound
 from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
 from moejob_operator.kube_api.live_lists import JOBS, LiveLists, collection_path
 from moejob_operator.kube_api.pod_client import MutePod, PodClient

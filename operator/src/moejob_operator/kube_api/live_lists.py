@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from moejob_api.contract.pods import MANAGED_BY, Label
 from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_client.api_client import ApiClient, Listing, NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.kube_api.api_client import ApiClient, Listing, NotFound
 from moejob_operator.kube_api.cache import Cache, owning_job, slim_object
 
 JOBS = f"{GROUP}/{VERSION}"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
+from moejob_client.api_client import ApiClient, load_configuration
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, service_hosts
 from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
-from moejob_operator.kube_api.api_client import ApiClient, load_configuration
 from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers

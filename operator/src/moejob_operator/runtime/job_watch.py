@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import kopf
 
+from moejob_client.api_client import Listing
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.kube_api.api_client import Listing
 from moejob_operator.kube_api.cache import Cache, slim_object
 from moejob_operator.kube_api.informers import RetryPauses
 from moejob_operator.kube_api.live_lists import LiveLists

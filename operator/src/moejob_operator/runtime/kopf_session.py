@@ -15,8 +15,7 @@ import aiohttp
 import kopf
 
 from moejob_api.job import GROUP, PLURAL
-from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.kube_api.api_client import (
+from moejob_client.api_client import (
     AlreadyExists,
     ApiClient,
     Expired,
@@ -29,6 +28,7 @@ from moejob_operator.kube_api.api_client import (
     requested_resource,
     watch_event,
 )
+from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
 from moejob_operator.kube_api.informers import RetryPauses
 from moejob_operator.kube_api.live_lists import JOBS
 from moejob_operator.logs import Log

@@ -7,7 +7,7 @@ from typing import Any
 
 import kopf
 
-from moejob_operator.kube_api.api_client import PAGE
+from moejob_client.api_client import PAGE
 from moejob_operator.runtime.job_watch import INACTIVITY_SECONDS
 
 

@@ -7,6 +7,7 @@ would parse every pod into objects, only to be dumped again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -23,13 +24,15 @@ import orjson
 from kubernetes.aio import client, config
 from kubernetes.aio.client.rest import RESTClientObject
 
-from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.logs import Log
+from moejob_api.api_bodies import Raw
+from moejob_client.errors import Conflict, Forbidden, Retryable
 
-log = Log(__name__)
+log = logging.getLogger(__name__)
 
 PAGE = 250
 JSON = "application/json"
+# The name under which a record of the log carries its fields, for a format that prints them.
+LOG_FIELDS = "moejob_fields"
 _MERGE_PATCH = "application/merge-patch+json"
 # A reply to our own write is needed for its metadata only; parsing all of it would cost more than the request.
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -274,7 +277,8 @@ class ApiClient:
         finally:
             seconds, resource = time.monotonic() - started, requested_resource(request.path)
             self._metrics.count_request(request.verb, resource, outcome.code, seconds)
-            log.debug("request", verb=request.verb, resource=resource, code=outcome.code, seconds=round(seconds, 6))
+            fields = {"verb": request.verb, "resource": resource, "code": outcome.code, "seconds": round(seconds, 6)}
+            log.debug("request", extra={LOG_FIELDS: fields})
 
 
 @dataclass(frozen=True, slots=True)

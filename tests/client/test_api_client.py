@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from kubernetes.aio import client
 
-from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.kube_api.api_client import (
+from moejob_client.api_client import (
     AlreadyExists,
     ApiClient,
     NotFound,
     load_configuration,
     requested_resource,
 )
+from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from stand_in_api import Answer, list_answer, refusal_answer, serve_stand_in
 
 POD = "/api/v1/namespaces/default/pods/a"
