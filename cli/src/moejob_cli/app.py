@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from moejob_cli.choosing import LayoutRequest
     from moejob_cli.inputs import PlannedJob
     from moejob_cli.interchange import Conversion
+    from moejob_cli.obstacles import JobObstacle
+    from moejob_client.jobs import AsyncClient
 
 app = typer.Typer(
     name="moejob",
@@ -79,6 +81,13 @@ SetOption = Annotated[
         "typed as in YAML, an empty value removes the field. May be given several times.",
     ),
 ]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace of the cluster. Default: that of the context.")
+]
+ContextOption = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig. Default: the current one.")
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job, @latest the newest.", show_default=False)]
 GpuTypeOption = Annotated[
     str | None, typer.Option("--gpu-type", help="With --auto: plan for this GPU (A100, H100, H200, B200).")
 ]
@@ -262,22 +271,37 @@ def run(
 
 @app.command("why", short_help="Say why a job does not train.")
 def explain_jobs(
-    files: Annotated[
+    jobs: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...",
-            help="What `kubectl get moetrainingjobs,pods,pvc,events -o json` prints, or - for standard input.",
+            metavar="JOB|FILE...",
+            help="Jobs of the cluster, @latest the newest; or files of what "
+            "`kubectl get moetrainingjobs,pods,pvc,events -o json` prints, - for standard input.",
             show_default=False,
         ),
     ],
     output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Say why jobs do not train: what is in the way and since when, what follows by itself, and the fix."""
     from datetime import UTC, datetime
 
-    from moejob_cli.obstacles import find_obstacles, obstacle_document, obstacle_lines, read_objects
+    from moejob_cli.obstacles import find_obstacles, is_file_name, read_objects
 
-    obstacles = find_obstacles(read_objects(files), datetime.now(UTC))
+    if any(is_file_name(name) for name in jobs):
+        _show_obstacles(find_obstacles(read_objects(jobs), datetime.now(UTC)), output)
+    from moejob_cli.cluster_jobs import ClusterChoice, find_cluster_obstacles, run_verb
+
+    async def explain(client: "AsyncClient") -> CommandExit:
+        _show_obstacles(await find_cluster_obstacles(client, jobs), output)
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), explain))
+
+
+def _show_obstacles(obstacles: "Sequence[JobObstacle]", output: OutputFormat) -> NoReturn:
+    from moejob_cli.obstacles import obstacle_document, obstacle_lines
+
     if output is OutputFormat.TABLE:
         for obstacle in obstacles:
             typer.echo("\n".join(obstacle_lines(obstacle)))
@@ -322,6 +346,112 @@ def write_run_report(
         typer.echo(f"error: {html} cannot be written: {error.strerror}", err=True)
         raise typer.Exit(CommandExit.REFUSED) from None
     typer.echo(f"wrote {html} ({size / 1e6:.1f} MB)", err=True)
+
+
+@app.command("get", short_help="List jobs of the cluster.")
+def get_jobs(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB...]", help="Jobs, @latest the newest. Default: all.")
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """List jobs of a namespace: phase, step, loss, speed, what is left, and what is in the way."""
+    from datetime import UTC, datetime
+
+    from moejob_cli.cluster_jobs import ClusterChoice, job_table, list_named_jobs, run_verb
+
+    async def show(client: "AsyncClient") -> CommandExit:
+        views = await list_named_jobs(client, names or ())
+        if output is OutputFormat.TABLE:
+            typer.echo("\n".join(job_table(views, datetime.now(UTC))))
+        else:
+            print_document({"jobs": [view.body for view in views]}, output)
+        return CommandExit.ACCEPTED
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), show))
+
+
+@app.command("watch", short_help="Follow jobs of the cluster.")
+def watch_jobs(
+    name: Annotated[str, typer.Argument(metavar="[JOB]", help="A job, @latest the newest. Default: all.")] = "",
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print a line for each change of a job until it has finished, exit 0 if it succeeded; or of all jobs for ever."""
+    from moejob_cli.cluster_jobs import ClusterChoice, follow_jobs, run_verb
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: follow_jobs(client, name)))
+
+
+@app.command("submit", short_help="Create a job in the cluster.")
+def submit_job(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
+    ],
+    settings: SetOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show the plan, then the run. Ctrl-C leaves the job alone.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Ask the cluster for its verdict, and create nothing.")
+    ] = False,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Create a job in the cluster, unless its plan is refused here already."""
+    from moejob_cli import cluster_jobs
+    from moejob_cli.inputs import plan_file
+    from moejob_cli.report import plan_report
+
+    answer = plan_file(file, settings or ())
+    if follow or not answer.plan.is_accepted:
+        print_report(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
+    if not answer.plan.is_accepted:
+        raise typer.Exit(CommandExit.REFUSED)
+    choice = cluster_jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
+
+    async def submit(client: "AsyncClient") -> CommandExit:
+        return await cluster_jobs.submit_job(client, answer.job, dry_run=dry_run, follow=follow)
+
+    try:
+        raise typer.Exit(cluster_jobs.run_verb(choice, submit))
+    except KeyboardInterrupt:
+        at = f" -n {choice.namespace}" if choice.namespace else ""
+        at += f" --context {context}" if context else ""
+        typer.echo(cluster_jobs.follow_words(f"moejob watch {answer.job.metadata.name}{at}"), err=True)
+        raise
+
+
+@app.command("suspend", short_help="Stop a job after a checkpoint.")
+def suspend_job(name: JobArgument, namespace: NamespaceOption = None, context: ContextOption = None) -> None:
+    """Stop the pods of a job after a checkpoint, and keep its volume."""
+    _steer_job(name, namespace, context, "suspended")
+
+
+@app.command("resume", short_help="Let a suspended job go on.")
+def resume_job(name: JobArgument, namespace: NamespaceOption = None, context: ContextOption = None) -> None:
+    """Let a suspended job go on from its newest checkpoint."""
+    _steer_job(name, namespace, context, "resumed")
+
+
+@app.command("cancel", short_help="Delete a job.")
+def cancel_job(name: JobArgument, namespace: NamespaceOption = None, context: ContextOption = None) -> None:
+    """Delete a job with its pods; storage.reclaim decides about its volume."""
+    _steer_job(name, namespace, context, "deleted")
+
+
+def _steer_job(name: str, namespace: str | None, context: str | None, result: str) -> NoReturn:
+    """Change a job, and say by a participle what became of it."""
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    async def steer(client: "AsyncClient") -> CommandExit:
+        actions = {"suspended": client.suspend, "resumed": client.resume, "deleted": client.cancel}
+        typer.echo(f"{client.namespace}/{await actions[result](name)}: {result}")
+        return CommandExit.ACCEPTED
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), steer))
 
 
 @app.command("data", short_help="Show what the model will see of the data.")

@@ -11,5 +11,8 @@ class CommandExit(IntEnum):
     ACCEPTED = 0
     REFUSED = 1
     UNREADABLE = 2
+    NOT_FOUND = 3
+    DENIED = 4
+    UNREACHABLE = 5
     INTERNAL = 70
     INTERRUPTED = 130

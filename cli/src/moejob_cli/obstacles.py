@@ -33,6 +33,11 @@ class JobObstacle:
     diagnosis: Diagnosis | None
 
 
+def is_file_name(text: str) -> bool:
+    """Return whether a text names a file, or standard input: no name of a job has a point or a slash."""
+    return text == STANDARD_INPUT or "." in text or "/" in text or Path(text).is_file()
+
+
 def read_objects(files: Sequence[str]) -> tuple[Raw, ...]:
     """Read all objects of files; `-` is standard input."""
     return tuple(body for file in files for tree in _read_documents(file) for body in list_objects(tree))

@@ -56,6 +56,10 @@ class AlreadyExists(Exception):
     """There is an object of that name already."""
 
 
+class Unauthorized(Retryable):
+    """The API server does not accept the credentials, which a program that lives long may renew."""
+
+
 class Expired(Retryable):
     """The requested version is too old to continue from: list again."""
 
@@ -104,16 +108,21 @@ def read_listing(page: Raw) -> Listing:
     return Listing(tuple(common | item for item in page.get("items") or ()), page["metadata"]["resourceVersion"])
 
 
-async def load_configuration(kubeconfig: Path | None) -> client.Configuration:
-    """Find the API server: by the given file, else as a pod does, else as kubectl does."""
+async def load_configuration(kubeconfig: Path | None, context: str | None = None) -> client.Configuration:
+    """Find the API server: by the given file or context, else as a pod does, else as kubectl does."""
     settings = client.Configuration()
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if is_in_pod(kubeconfig, context):
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=None if kubeconfig is None else str(kubeconfig), client_configuration=settings
+            config_file=None if kubeconfig is None else str(kubeconfig), context=context, client_configuration=settings
         )
     return settings
+
+
+def is_in_pod(kubeconfig: Path | None, context: str | None) -> bool:
+    """Return whether the credentials are those of this pod."""
+    return kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 class ApiClient:
@@ -356,7 +365,9 @@ def _refusal_error(code: int, reason: str, message: str) -> Exception:
             return Conflict(message)
         case 410, _:
             return Expired(message)
-        case (401 | 408 | 429, _):
+        case 401, _:
+            return Unauthorized(message)
+        case (408 | 429, _):
             return Retryable(message)
         case _ if code < 300 or code >= 500:
             return Retryable(message)

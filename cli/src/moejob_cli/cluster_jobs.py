@@ -1,0 +1,141 @@
+"""Verbs on jobs of a cluster, by the client alone; each ends with an exit code that scripts can tell apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import typer
+
+from moejob_api.contract.pods import escaped_lines, escaped_text
+from moejob_api.job import MoETrainingJob
+from moejob_api.job.status import DisplayTexts, Phase
+from moejob_cli.exits import CommandExit
+from moejob_cli.obstacles import JobObstacle, find_obstacles
+from moejob_client.connection import connect
+from moejob_client.failures import JobRequestError, RequestFailure
+from moejob_client.jobs import AsyncClient, JobEvent, JobView
+
+_EXITS = {
+    RequestFailure.NO_JOB: CommandExit.NOT_FOUND,
+    RequestFailure.NO_DEFINITION: CommandExit.NOT_FOUND,
+    RequestFailure.OLD_DEFINITION: CommandExit.REFUSED,
+    RequestFailure.NO_RIGHTS: CommandExit.DENIED,
+    RequestFailure.NO_CREDENTIALS: CommandExit.DENIED,
+    RequestFailure.NO_SERVER: CommandExit.UNREACHABLE,
+    RequestFailure.REFUSED: CommandExit.REFUSED,
+    RequestFailure.TAKEN: CommandExit.REFUSED,
+}
+_HEADS = ("NAME", "PHASE", "STEP", "LOSS", "SPEED", "ETA", "WHY", "AGE")
+# Widths of a line of `watch`, which has no later line when it prints this one.
+_WIDTHS = (32, 11, 15, 10, 10, 8, 20, 5)
+_UNITS = ((86400, "d"), (3600, "h"), (60, "m"))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChoice:
+    """The namespace and the context that a command names; None leaves the choice to the kubeconfig."""
+
+    namespace: str | None
+    context: str | None
+
+
+def run_verb(choice: ClusterChoice, verb: Callable[[AsyncClient], Awaitable[CommandExit]]) -> CommandExit:
+    """Run a verb with a client; a failure is printed as one message."""
+
+    async def run_connected() -> CommandExit:
+        async with await connect(choice.namespace, choice.context) as jobs:
+            return await verb(jobs)
+
+    try:
+        return asyncio.run(run_connected())
+    except JobRequestError as error:
+        typer.echo(f"error: {escaped_lines(str(error))}", err=True)
+        return _EXITS[error.kind]
+
+
+async def list_named_jobs(jobs: AsyncClient, names: Sequence[str]) -> tuple[JobView, ...]:
+    """Return the named jobs, or all of the namespace."""
+    return tuple([await jobs.get(name) for name in names]) if names else await jobs.list_jobs()
+
+
+def job_table(views: Iterable[JobView], now: datetime) -> Iterator[str]:
+    """Yield the lines of a table of jobs."""
+    rows = [_HEADS, *(_job_cells(view, now) for view in views)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield _padded_line(row, widths)
+
+
+async def follow_jobs(jobs: AsyncClient, name: str) -> CommandExit:
+    """Print a line for each change; about one job, until it has finished."""
+    followed_name = (await jobs.get(name)).name if name else ""
+    typer.echo(_padded_line(_HEADS, _WIDTHS))
+    async with aclosing(changed_lines(jobs, followed_name)) as changes:
+        async for event, line in changes:
+            typer.echo(line)
+            if followed_name and (event.is_gone or event.job.is_finished):
+                return CommandExit.ACCEPTED if event.job.phase is Phase.SUCCEEDED else CommandExit.REFUSED
+    return CommandExit.ACCEPTED
+
+
+async def changed_lines(jobs: AsyncClient, name: str) -> AsyncGenerator[tuple[JobEvent, str]]:
+    """Yield the line of each change that shows: heartbeats that change no cell print nothing."""
+    shown: dict[str, tuple[str, ...]] = {}
+    async with aclosing(jobs.watch(name)) as events:
+        async for event in events:
+            cells = _job_cells(event.job, datetime.now(UTC))
+            if event.is_gone:
+                shown.pop(event.job.name, None)
+                yield event, _padded_line((cells[0], "Deleted", *cells[2:]), _WIDTHS)
+            elif shown.get(event.job.name) != cells[:-1]:
+                # The age alone is no change.
+                shown[event.job.name] = cells[:-1]
+                yield event, _padded_line(cells, _WIDTHS)
+
+
+async def find_cluster_obstacles(jobs: AsyncClient, names: Sequence[str]) -> tuple[JobObstacle, ...]:
+    """Return the obstacle of each named job, from what the namespace holds."""
+    obstacles: list[JobObstacle] = []
+    for name in names:
+        evidence = await jobs.list_evidence(await jobs.get(name))
+        obstacles += find_obstacles(evidence, datetime.now(UTC))
+    return tuple(obstacles)
+
+
+async def submit_job(jobs: AsyncClient, job: MoETrainingJob, *, dry_run: bool, follow: bool) -> CommandExit:
+    """Create a job, and follow it if asked."""
+    uid = await jobs.submit(job, dry_run=dry_run)
+    name = job.metadata.name
+    if dry_run:
+        typer.echo(f"{jobs.namespace}/{name}: the cluster would accept it; nothing was created")
+        return CommandExit.ACCEPTED
+    typer.echo(f"{jobs.namespace}/{name}: created ({uid})")
+    return await follow_jobs(jobs, name) if follow else CommandExit.ACCEPTED
+
+
+def follow_words(command: str) -> str:
+    """Return the words that say how to come back after Ctrl-C."""
+    return f"detached: the job goes on; `{command}` comes back"
+
+
+def _job_cells(view: JobView, now: datetime) -> tuple[str, ...]:
+    display = view.status.display or DisplayTexts()
+    why = view.status.why.blocker if view.status.why else ""
+    phase = view.phase or "New"
+    texts = (view.name, phase, display.step, display.score, display.speed, display.eta, why, _age(view.created_at, now))
+    return tuple(escaped_text(text) for text in texts)
+
+
+def _age(created_at: datetime | None, now: datetime) -> str:
+    if created_at is None:
+        return ""
+    seconds = max(0, int((now - created_at).total_seconds()))
+    return next((f"{seconds // size}{unit}" for size, unit in _UNITS if seconds >= size), f"{seconds}s")
+
+
+def _padded_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
