@@ -26,7 +26,7 @@ def _first_pods(answer: PlannedJob) -> Iterator[dict[str, Any]]:
     except ModuleNotFoundError:
         message = "--pods needs the operator's package beside this one; install moejob-operator"
         raise InvalidSpec((Problem(Rule.UNREADABLE, "", message),)) from None
-    pods: Iterator[dict[str, Any]] = preview.preview_pods(answer.job, answer.plan.layout, answer.plan.rollout)
+    pods: Iterator[dict[str, Any]] = preview.preview_pods(answer.job, answer.plan)
     return pods
 
 

@@ -70,6 +70,7 @@ def _refusal_error(action: str, message: str) -> JobRequestError:
         text = f"the cluster's CRD is older than this moejob: {message}; upgrade the chart, or remove the field"
         return JobRequestError(RequestFailure.OLD_DEFINITION, text)
     if " cannot " in message and "is forbidden" in message:
-        text = f"{action}: no rights: {message}; ask for the role moejob-edit or moejob-view in this namespace"
+        roles = "view or edit in this namespace, with what moejob-view and moejob-edit add"
+        text = f"{action}: no rights: {message}; ask for the role {roles}"
         return JobRequestError(RequestFailure.NO_RIGHTS, text)
     return JobRequestError(RequestFailure.REFUSED, f"{action}: {message}")

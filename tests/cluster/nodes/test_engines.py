@@ -162,7 +162,7 @@ def await_weights(job: SubmittedJob) -> None:
 def require_prompts_kept(job: SubmittedJob) -> None:
     """Each prompt that was drawn was taken by one step or is in the checkpoint; no token is older than one version."""
     folder = job.run().folder
-    command = [TRAINER_PYTHON, "-m", "trainer.rollouts.recorded_groups", folder, str(AHEAD_STEPS)]
+    command = [str(TRAINER_PYTHON), "-m", "trainer.rollouts.recorded_groups", str(folder), str(AHEAD_STEPS)]
     check = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stderr
     for step, answers in read_answers(job.run()).items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moejob_api.derived import RolloutLayout
+from moejob_api.contract.pods import PodRole
 from moejob_api.job import MoETrainingJob
-from moejob_api.layout.sizes import Layout
+from moejob_api.planner.plan import Plan
 from moejob_operator.children.attempt import Attempt, Images, service_name
 from moejob_operator.children.gangs import chosen_gang
 from moejob_operator.children.pods import rollout_pod, trainer_pod
@@ -18,19 +18,27 @@ _UID = "00000000-0000-0000-0000-000000000000"
 _GRACE_SECONDS = 600
 
 
-def preview_pods(job: MoETrainingJob, layout: Layout, rollout: RolloutLayout | None) -> Iterator[dict[str, Any]]:
-    """The first pod of each role. A gang scheduler that depends on the cluster is none here."""
+def preview_pods(job: MoETrainingJob, plan: Plan) -> Iterator[dict[str, Any]]:
+    """The first pod of each role; none of a job that is refused.
+
+    What depends on the cluster is left out: a gang scheduler, labels of GPU nodes.
+    """
+    if plan.layout is None:
+        return
+    resources = {PodRole.TRAINER: plan.trainer_pod, PodRole.ROLLOUT: plan.engine_pod}
     attempt = Attempt(
         name=job.metadata.name,
         namespace=job.metadata.namespace or "default",
         uid=_UID,
         spec=job.spec,
-        layout=layout,
-        rollout=rollout,
+        layout=plan.layout,
+        rollout=plan.rollout,
         service=service_name(job.metadata.name),
         number=0,
-        gang=chosen_gang(job.spec.lifecycle, frozenset()),
+        gang=chosen_gang(job.spec, frozenset(), None),
         images=_IMAGES,
+        pod_resources={role: pod for role, pod in resources.items() if pod is not None},
+        gpu_node_labels={},
         trainer_grace_seconds=_GRACE_SECONDS,
     )
     yield trainer_pod(attempt, 0)
