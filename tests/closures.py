@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parent.parent
-OWN = frozenset({"moejob", "moejob-api", "moejob-operator", "moejob-rollout", "moejob-trainer"})
+OWN = frozenset({"moejob", "moejob-api", "moejob-client", "moejob-operator", "moejob-rollout", "moejob-trainer"})
 
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+) \\$", re.MULTILINE)
 # A bare .so at the top of a wheel is one of NVIDIA's C libraries; a Python module names its interpreter.

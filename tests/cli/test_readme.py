@@ -63,7 +63,8 @@ def test_every_file_that_is_named_is_there() -> None:
     words = [word for command in COMMANDS for word in command.split()]
     named = [word for word in words if word.startswith("examples/") and "*" not in word]
     assert linked
-    assert [path for path in [*linked, *named] if not (ROOT / path).exists()] == []
+    # Sections behind `#` are the docs site's to check, which fails at a link that leads nowhere.
+    assert [path for path in [*linked, *named] if not (ROOT / path.partition("#")[0]).exists()] == []
 
 
 def test_the_job_that_is_shown_can_be_read() -> None:
