@@ -129,6 +129,7 @@ _DEEPSEEK_EXPERTS: dict[str, KeyTreatment] = {
     "n_group": USED,
     "topk_group": USED,
     "routed_scaling_factor": PositiveKey(),
+    "output_router_logits": _OF_THE_JOB,
     "aux_loss_alpha": _OF_THE_JOB,
     "seq_aux": _OF_THE_JOB,
     "ep_size": HarmlessKey("the job's parallelism says it"),
@@ -225,7 +226,8 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "sliding_window": USED,
         "layer_types": USED,
         "initial_context_length": HarmlessKey("rope_scaling says it"),
-        "swiglu_limit": RestrictedKey((7.0, None), "Transformers clamps at 7 whatever it says; change it to 7.0"),
+        "swiglu_limit": RestrictedKey((7.0, None), f"the trainer clamps at 7; {_COPY}"),
+        "swiglu_alpha": RestrictedKey((1.702, None), f"the trainer computes with 1.702; {_COPY}"),
     },
 }
 
