@@ -247,7 +247,8 @@ def _meaning(family: Family, changes: dict[str, Any], message: str, name: str) -
         _meaning(
             Family.DEEPSEEK_V2, {"topk_method": "random"}, "topk_method is 'random'; expected 'greedy' or", "choice"
         ),
-        _meaning(Family.GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; expected 7.0: Transformers cl", "clamp"),
+        _meaning(Family.GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; expected 7.0: the trainer cl", "clamp"),
+        _meaning(Family.GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; expected 1.702: the trainer", "alpha"),
         _meaning(
             Family.DEEPSEEK_V3, {"num_key_value_heads": 2}, "num_key_value_heads 2 is not num_attention_heads 6", "own"
         ),
