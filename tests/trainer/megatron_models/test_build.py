@@ -62,12 +62,19 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 
 def test_native_layers_go_on_with_a_run_of_megatrons_and_export_the_same(runs: Runs) -> None:
-    plain: dict[str, Any] = {"moe": {"balancing": "None"}, "checkpoint": {"async": False, "exportHuggingFace": True}}
+    plain: dict[str, Any] = {
+        "moe": {"balancing": "None"},
+        # A large epsilon: Adam divides gradients near zero by their own size, and would show rounding.
+        "training": {"optimizer": {"epsilon": 1e-3}},
+        "checkpoint": {"async": False, "exportHuggingFace": True},
+    }
 
     def run(job: str, steps: int, **sections: Any) -> dict[str, Any]:
         settings = merge_sections(merge_sections(plain, {"training": {"maxSteps": steps}}), sections)
         runs.run_to_end(job, **settings)
-        return load_file(runs.volume / job / "export" / "model.safetensors")
+        # As many files as ranks wrote.
+        files = (runs.volume / job / "export").glob("*.safetensors")
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     whole = run("whole", ALL)
     run("first", DONE, **MEGATRON, parallelism={"expert": 2})
@@ -80,4 +87,4 @@ def test_native_layers_go_on_with_a_run_of_megatrons_and_export_the_same(runs: R
             [losses[step] for step in range(DONE + 1, ALL + 1)], rel=1e-5
         )
         assert exported.keys() == whole.keys()
-        assert max((exported[name] - whole[name]).abs().max().item() for name in whole) < 1e-4
+        assert max((exported[name] - whole[name]).abs().max().item() for name in whole) < 1e-5
