@@ -44,7 +44,7 @@ DIGEST = f"sha256:{'a' * 64}"
 PREFIX, TAG = "ghcr.io/team/moejob", f"v{(ROOT / 'VERSION').read_text().strip()}"
 CONTEXT = {
     "github.token": "a-token",
-    "github.actor": "somebody",
+    "github.actor": "octocat",
     "github.repository": "team/moejob",
     "github.ref": f"refs/tags/{TAG}",
     "github.ref_name": TAG,

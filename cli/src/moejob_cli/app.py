@@ -293,10 +293,10 @@ def explain_jobs(
         _show_obstacles(find_obstacles(read_objects(jobs), datetime.now(UTC)), output)
     from moejob_cli.cluster_jobs import ClusterChoice, find_cluster_obstacles, run_verb
 
-    async def explain(client: "AsyncClient") -> CommandExit:
+    async def explain_named(client: "AsyncClient") -> CommandExit:
         _show_obstacles(await find_cluster_obstacles(client, jobs), output)
 
-    raise typer.Exit(run_verb(ClusterChoice(namespace, context), explain))
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), explain_named))
 
 
 def _show_obstacles(obstacles: "Sequence[JobObstacle]", output: OutputFormat) -> NoReturn:
@@ -362,7 +362,7 @@ def get_jobs(
 
     from moejob_cli.cluster_jobs import ClusterChoice, job_table, list_named_jobs, run_verb
 
-    async def show(client: "AsyncClient") -> CommandExit:
+    async def show_jobs(client: "AsyncClient") -> CommandExit:
         views = await list_named_jobs(client, names or ())
         if output is OutputFormat.TABLE:
             typer.echo("\n".join(job_table(views, datetime.now(UTC))))
@@ -370,7 +370,7 @@ def get_jobs(
             print_document({"jobs": [view.body for view in views]}, output)
         return CommandExit.ACCEPTED
 
-    raise typer.Exit(run_verb(ClusterChoice(namespace, context), show))
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), show_jobs))
 
 
 @app.command("watch", short_help="Follow jobs of the cluster.")
@@ -412,11 +412,11 @@ def submit_job(
         raise typer.Exit(CommandExit.REFUSED)
     choice = cluster_jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
 
-    async def submit(client: "AsyncClient") -> CommandExit:
+    async def submit_answer(client: "AsyncClient") -> CommandExit:
         return await cluster_jobs.submit_job(client, answer.job, dry_run=dry_run, follow=follow)
 
     try:
-        raise typer.Exit(cluster_jobs.run_verb(choice, submit))
+        raise typer.Exit(cluster_jobs.run_verb(choice, submit_answer))
     except KeyboardInterrupt:
         at = f" -n {choice.namespace}" if choice.namespace else ""
         at += f" --context {context}" if context else ""
@@ -446,12 +446,12 @@ def _steer_job(name: str, namespace: str | None, context: str | None, result: st
     """Change a job, and say by a participle what became of it."""
     from moejob_cli.cluster_jobs import ClusterChoice, run_verb
 
-    async def steer(client: "AsyncClient") -> CommandExit:
+    async def apply_change(client: "AsyncClient") -> CommandExit:
         actions = {"suspended": client.suspend, "resumed": client.resume, "deleted": client.cancel}
         typer.echo(f"{client.namespace}/{await actions[result](name)}: {result}")
         return CommandExit.ACCEPTED
 
-    raise typer.Exit(run_verb(ClusterChoice(namespace, context), steer))
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), apply_change))
 
 
 @app.command("data", short_help="Show what the model will see of the data.")

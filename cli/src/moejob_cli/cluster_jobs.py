@@ -15,7 +15,7 @@ from moejob_api.job import MoETrainingJob
 from moejob_api.job.status import DisplayTexts, Phase
 from moejob_cli.exits import CommandExit
 from moejob_cli.obstacles import JobObstacle, find_obstacles
-from moejob_client.connection import connect
+from moejob_client.connection import connect_client
 from moejob_client.failures import JobRequestError, RequestFailure
 from moejob_client.jobs import AsyncClient, JobEvent, JobView
 
@@ -29,7 +29,7 @@ _EXITS = {
     RequestFailure.REFUSED: CommandExit.REFUSED,
     RequestFailure.TAKEN: CommandExit.REFUSED,
 }
-_HEADS = ("NAME", "PHASE", "STEP", "LOSS", "SPEED", "ETA", "WHY", "AGE")
+_HEADS = ("NAME", "PHASE", "STEP", "SCORE", "SPEED", "ETA", "WHY", "AGE")
 # Widths of a line of `watch`, which has no later line when it prints this one.
 _WIDTHS = (32, 11, 15, 10, 10, 8, 20, 5)
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"))
@@ -47,7 +47,7 @@ def run_verb(choice: ClusterChoice, verb: Callable[[AsyncClient], Awaitable[Comm
     """Run a verb with a client; a failure is printed as one message."""
 
     async def run_connected() -> CommandExit:
-        async with await connect(choice.namespace, choice.context) as jobs:
+        async with await connect_client(choice.namespace, choice.context) as jobs:
             return await verb(jobs)
 
     try:
@@ -99,11 +99,8 @@ async def changed_lines(jobs: AsyncClient, name: str) -> AsyncGenerator[tuple[Jo
 
 async def find_cluster_obstacles(jobs: AsyncClient, names: Sequence[str]) -> tuple[JobObstacle, ...]:
     """Return the obstacle of each named job, from what the namespace holds."""
-    obstacles: list[JobObstacle] = []
-    for name in names:
-        evidence = await jobs.list_evidence(await jobs.get(name))
-        obstacles += find_obstacles(evidence, datetime.now(UTC))
-    return tuple(obstacles)
+    evidence = await jobs.list_evidence(await list_named_jobs(jobs, names))
+    return find_obstacles(evidence, datetime.now(UTC))
 
 
 async def submit_job(jobs: AsyncClient, job: MoETrainingJob, *, dry_run: bool, follow: bool) -> CommandExit:
@@ -119,18 +116,27 @@ async def submit_job(jobs: AsyncClient, job: MoETrainingJob, *, dry_run: bool, f
 
 def follow_words(command: str) -> str:
     """Return the words that say how to come back after Ctrl-C."""
-    return f"detached: the job goes on; `{command}` comes back"
+    return f"detached: the job continues; `{command}` comes back"
 
 
 def _job_cells(view: JobView, now: datetime) -> tuple[str, ...]:
     display = view.status.display or DisplayTexts()
     why = view.status.why.blocker if view.status.why else ""
     phase = view.phase or "New"
-    texts = (view.name, phase, display.step, display.score, display.speed, display.eta, why, _age(view.created_at, now))
+    texts = (
+        view.name,
+        phase,
+        display.step,
+        display.score,
+        display.speed,
+        display.eta,
+        why,
+        _age_text(view.created_at, now),
+    )
     return tuple(escaped_text(text) for text in texts)
 
 
-def _age(created_at: datetime | None, now: datetime) -> str:
+def _age_text(created_at: datetime | None, now: datetime) -> str:
     if created_at is None:
         return ""
     seconds = max(0, int((now - created_at).total_seconds()))

@@ -15,7 +15,6 @@ from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost.staleness import StalenessTime
 from moejob_api.planner.plan import Plan
-from moejob_api.planner.pod_resources import PodResources
 from moejob_api.planner.rollout_plan import RolloutPlan, rollout_of_plan
 from moejob_api.problems import Problem
 
@@ -28,7 +27,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "model": _model_fields(plan.shape) if plan.shape else None,
         "layout": _camel_case_fields(asdict(plan.layout)) if plan.layout else None,
         "memory": _memory_fields(plan),
-        "pods": {name: _camel_case_fields(asdict(pod)) for name, pod in _pod_resources(plan).items()},
+        "pods": {name: _camel_case_fields(asdict(pod)) for name, pod in plan.pod_resources.items()},
         "driver": OLDEST_DRIVER if plan.spec.resources.accelerator is Accelerator.GPU else None,
         # asdict leaves properties out, and the sum of the volume is one.
         "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
@@ -45,11 +44,6 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             for suggestion in plan.suggestions
         ],
     }
-
-
-def _pod_resources(plan: Plan) -> dict[str, PodResources]:
-    pods = {"trainer": plan.trainer_pod, "rollout": plan.engine_pod}
-    return {name: pod for name, pod in pods.items() if pod is not None}
 
 
 def parallelism_fields(parallelism: Parallelism) -> dict[str, Any]:

@@ -43,7 +43,6 @@ _SHOWN_CHARACTERS = 500
 # A watch ends at random after half of this time or more: not all watches of all replicas end at once.
 _WATCH_SECONDS = 600.0
 _SILENCE_SECONDS = 75.0
-_USER_AGENT = "moejob-operator"
 # An event of a watch is a whole object, of up to 1.5 MB.
 _READ_AHEAD_BYTES = 2 * 1024 * 1024
 
@@ -129,9 +128,17 @@ class ApiClient:
     """Sends requests, a bounded number at once, each with a deadline."""
 
     def __init__(
-        self, settings: client.Configuration, metrics: RequestMetrics, *, concurrency: int, seconds: float
+        self,
+        settings: client.Configuration,
+        metrics: RequestMetrics,
+        *,
+        concurrency: int,
+        seconds: float,
+        user_agent: str = "moejob-client",
     ) -> None:
         self._settings = settings
+        # The audit log of the API server tells programs apart by it.
+        self._user_agent = user_agent
         # Without trust_env, which would look for a proxy in files and variables, in a thread, before every request.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=concurrency, ssl=RESTClientObject(settings).ssl_context),
@@ -169,7 +176,7 @@ class ApiClient:
             connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(self._settings).ssl_context),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_AHEAD_BYTES,
-            headers={"User-Agent": _USER_AGENT},
+            headers={"User-Agent": self._user_agent},
             proxy=self._settings.proxy,
             middlewares=(middleware, sign_request),
         )
@@ -263,7 +270,7 @@ class ApiClient:
     async def _open_response(
         self, request: _Request, patience: aiohttp.ClientTimeout | None = None
     ) -> aiohttp.ClientResponse:
-        headers = {"Content-Type": request.content_type, "Accept": request.accept, "User-Agent": _USER_AGENT}
+        headers = {"Content-Type": request.content_type, "Accept": request.accept, "User-Agent": self._user_agent}
         bearer = await self._settings.get_api_key_with_prefix("BearerToken")
         if bearer:
             headers["Authorization"] = bearer

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from moejob_api.job import MoETrainingJob
-from moejob_client.connection import connect
+from moejob_client.connection import connect_client
 from moejob_client.jobs import JobEvent, JobView
 
 
@@ -21,7 +21,7 @@ class Client:
     ) -> None:
         self._runner = asyncio.Runner()
         try:
-            self._jobs = self._runner.run(connect(namespace, context, kubeconfig))
+            self._jobs = self._runner.run(connect_client(namespace, context, kubeconfig))
         except BaseException:
             self._runner.close()
             raise

@@ -22,7 +22,7 @@ class _NoMetrics:
         """Count nothing: a client that ends soon has no metrics to serve."""
 
 
-async def connect(
+async def connect_client(
     namespace: str | None = None, context: str | None = None, kubeconfig: Path | None = None
 ) -> AsyncClient:
     """Return a client for a namespace; without one that of the context, or of this pod."""

@@ -6,7 +6,7 @@ A watch is one connection for all jobs of a namespace, continued from the versio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -170,9 +170,9 @@ class AsyncClient:
             await self._http.delete(self._jobs_path(job.name), {"preconditions": {"uid": job.uid}})
         return job.name
 
-    async def list_evidence(self, job: JobView) -> tuple[Raw, ...]:
-        """Return a job with the pods, claims and events of its namespace; kinds that may not be read are left out."""
-        bodies: list[Raw] = [{**job.body, "kind": KIND}]
+    async def list_evidence(self, jobs: Iterable[JobView]) -> tuple[Raw, ...]:
+        """Return jobs with the pods, claims and events of the namespace; kinds that may not be read are left out."""
+        bodies: list[Raw] = [{**job.body, "kind": KIND} for job in jobs]
         for kind, plural in _EVIDENCE.items():
             with explained_failures(f"cannot list {plural}"), suppress(Forbidden, NotFound):
                 async for page in self._http.list_pages(f"/api/v1/namespaces/{self.namespace}/{plural}", {}):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import yaml
 
 from moejob_api.contract.pod_environment import LONGEST_VALUE_BYTES, spec_text
+from moejob_api.contract.pods import PodRole
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
@@ -38,8 +39,7 @@ class Validation:
     layout: Layout | None = None
     rollout: RolloutLayout | None = None
     memory_per_gpu_bytes: int | None = None
-    trainer_pod: PodResources | None = None
-    engine_pod: PodResources | None = None
+    pod_resources: Mapping[PodRole, PodResources] = field(default_factory=dict)
     unseen: str | None = None
     suggestions: tuple[str, ...] = ()
 
@@ -69,8 +69,7 @@ def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_sugges
         layout=job_plan.layout,
         rollout=job_plan.rollout,
         memory_per_gpu_bytes=None if job_plan.memory is None else job_plan.memory.bytes,
-        trainer_pod=job_plan.trainer_pod,
-        engine_pod=job_plan.engine_pod,
+        pod_resources=job_plan.pod_resources,
         unseen=shape.reason if isinstance(shape, UnseenModel) else None,
         suggestions=_suggestion_texts(job_plan),
     )

@@ -135,7 +135,7 @@ def build_gpu_job(name: str, image: str) -> Job:
     """Two pods of five GPUs: two such jobs want more than the sixteen of both nodes, and a node holds one pod."""
     # The plan would request 20 cores and 20 GiB, which no machine under the nodes need have; it cannot see this model.
     gpus = {"accelerator": "GPU", "gpusPerNode": 5, "cpu": "50m", "memory": "64Mi", "image": image}
-    sections = {"model": {"source": "nobody/knows-it"}, "training": {"globalBatchSize": 10}}
+    sections = {"model": {"source": "example/unpublished"}, "training": {"globalBatchSize": 10}}
     return build_job(name, STEPS, parallelism={"expert": 1, "data": 10}, resources=gpus, **sections)
 
 

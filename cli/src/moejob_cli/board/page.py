@@ -9,10 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 
+@cache
 def content_policy(*, is_file: bool) -> str:
     """Return the Content-Security-Policy of the page."""
     rules = {
@@ -37,10 +39,10 @@ def build_page(data: Any = None) -> str:
     )
     text = "" if data is None else script_text(data)
     return (
-        _asset("page.html")
+        _read_asset("page.html")
         .replace("{policy}", policy)
-        .replace("{style}", _asset("page.css"))
-        .replace("{program}", _asset("page.js"))
+        .replace("{style}", _read_asset("page.css"))
+        .replace("{program}", _read_asset("page.js"))
         .replace("{data}", text)
     )
 
@@ -51,10 +53,10 @@ def script_text(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("moejob_cli.board") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _source_hash(name: str) -> str:
-    digest = hashlib.sha256(_asset(name).encode()).digest()
+    digest = hashlib.sha256(_read_asset(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

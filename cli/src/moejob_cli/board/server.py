@@ -47,23 +47,23 @@ class _BoardRequest(BaseHTTPRequestHandler):
         """Answer with the page or with a part of a run."""
         url = urlsplit(self.path)
         if (self.headers.get("Host") or "").rpartition(":")[0] not in _NAMES:
-            self._answer(403, b"ask for 127.0.0.1 or localhost", "text/plain")
+            self._send_answer(403, b"ask for 127.0.0.1 or localhost", "text/plain")
         elif url.path == "/":
-            self._answer(200, build_page().encode(), "text/html; charset=utf-8")
+            self._send_answer(200, build_page().encode(), "text/html; charset=utf-8")
         else:
             self._answer_part(url.path, {name: values[0] for name, values in parse_qs(url.query).items()})
 
     def _answer_part(self, path: str, query: dict[str, str]) -> None:
         with self.server.lock:
-            content = self._part(path, query)
+            content = self._read_part(path, query)
         if content is None:
-            self._answer(404, b"there is no such part of a run", "text/plain")
+            self._send_answer(404, b"there is no such part of a run", "text/plain")
         elif isinstance(content, bytes):
-            self._answer(200, content, "application/octet-stream")
+            self._send_answer(200, content, "application/octet-stream")
         else:
-            self._answer(200, json.dumps(content, allow_nan=False).encode(), "application/json")
+            self._send_answer(200, json.dumps(content, allow_nan=False).encode(), "application/json")
 
-    def _part(self, path: str, query: dict[str, str]) -> Any:
+    def _read_part(self, path: str, query: dict[str, str]) -> Any:
         if path == "/api/runs":
             return [run.summary() for run in self.server.runs]
         number = query.get("run", "")
@@ -80,7 +80,7 @@ class _BoardRequest(BaseHTTPRequestHandler):
             return (run.columns.read_column("step") + run.columns.read_column(query.get("name", ""))).tobytes()
         return None
 
-    def _answer(self, status: int, content: bytes, kind: str) -> None:
+    def _send_answer(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
         for name, value in {
             "Content-Type": kind,

@@ -189,4 +189,4 @@ class Data(ApiModel):
         bool, Field(description="Fill every row with several samples that do not see each other. Off: pad each sample.")
     ] = True
     seed: Annotated[CountOrZero, Field(description="Seed of the shuffling and of the mixture.")] = 42
-    shuffle: Annotated[bool, Field(description="Shuffle the samples anew in every epoch.")] = True
+    shuffle: Annotated[bool, Field(description="Shuffle the samples again in every epoch.")] = True

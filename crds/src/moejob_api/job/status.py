@@ -219,7 +219,7 @@ class Goodput(ApiModel):
     ] = 0.0
     suspended_seconds: Annotated[Ratio, Field(description="Seconds suspended, now ended.")] = 0.0
     lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures, while pods held the GPUs.")] = 0.0
-    updated_at: Annotated[Timestamp | None, Field(description="Until when the time is told.")] = None
+    updated_at: Annotated[Timestamp | None, Field(description="The end of the time that is counted.")] = None
 
 
 class LastFailure(ApiModel):

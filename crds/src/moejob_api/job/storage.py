@@ -38,7 +38,7 @@ class Checkpoint(ApiModel):
         ),
     ] = None
     asynchronous: Annotated[
-        bool, Field(alias="async", description="Write in the background while training goes on.")
+        bool, Field(alias="async", description="Write in the background while training continues.")
     ] = True
     export_hugging_face: Annotated[
         bool, Field(description="At the end, export safetensors and verify them by loading them again.")

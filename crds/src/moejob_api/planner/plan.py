@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.contract.engines import separate_engines
+from moejob_api.contract.pods import PodRole
 from moejob_api.derived import RolloutLayout, rollout_layout, update_batch
 from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
@@ -76,6 +77,12 @@ class Plan:
         if self.rollout is None or not separate_engines(self.spec):
             return None
         return engine_resources(self.spec, self.rollout.tensor, self.memory)
+
+    @property
+    def pod_resources(self) -> dict[PodRole, PodResources]:
+        """Return the resources of a pod of each role that the job has."""
+        pods = {PodRole.TRAINER: self.trainer_pod, PodRole.ROLLOUT: self.engine_pod}
+        return {role: pod for role, pod in pods.items() if pod is not None}
 
 
 def plan_job(

@@ -57,26 +57,26 @@ def _pod_resources(spec: Spec, ranks: int, host_bytes: int) -> PodResources:
     # Pages of /dev/shm count against a limit; without one, few of them are ever used.
     planned_bytes = host_bytes + (shared_bytes if is_guaranteed else 0)
     cpu = _cpu_quantity(spec, ranks) if resources.cpu is None else resources.cpu
-    memory = _mebibytes(planned_bytes) if resources.memory is None else resources.memory
+    memory = _mebibyte_quantity(planned_bytes) if resources.memory is None else resources.memory
     has_memory_limit = is_guaranteed or resources.memory is not None
     return PodResources(
         requests={"cpu": cpu, "memory": memory},
         limits=({"cpu": cpu} if is_guaranteed else {}) | ({"memory": memory} if has_memory_limit else {}),
-        shared_memory=_mebibytes(shared_bytes) if resources.shared_memory is None else resources.shared_memory,
+        shared_memory=_mebibyte_quantity(shared_bytes) if resources.shared_memory is None else resources.shared_memory,
     )
 
 
 def _cpu_quantity(spec: Spec, ranks: int) -> Quantity:
     if spec.resources.accelerator is Accelerator.GPU:
-        return _cores(ranks * MILLICORES_OF_GPU)
+        return _core_quantity(ranks * MILLICORES_OF_GPU)
     is_guaranteed = spec.resources.qos_class is QosClass.GUARANTEED
-    return _cores(ranks * (MILLICORES_OF_GUARANTEED_CPU if is_guaranteed else MILLICORES_OF_CPU))
+    return _core_quantity(ranks * (MILLICORES_OF_GUARANTEED_CPU if is_guaranteed else MILLICORES_OF_CPU))
 
 
-def _cores(millicores: int) -> Quantity:
+def _core_quantity(millicores: int) -> Quantity:
     return f"{millicores}m" if millicores % 1000 else str(millicores // 1000)
 
 
-def _mebibytes(size_bytes: int) -> str:
+def _mebibyte_quantity(size_bytes: int) -> str:
     count = ceil_div(size_bytes, _MIB)
     return f"{count}Mi" if count % 1024 else f"{count // 1024}Gi"

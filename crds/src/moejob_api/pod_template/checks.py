@@ -29,10 +29,10 @@ def template_complaints(spec: Spec) -> Iterator[str]:
         except BadTemplateError as error:
             yield f"{role}.{error}" if "." in str(error).split(" ")[0] else f"{role}: {error}"
             continue
-        yield from (f"{role}.{complaint}" for complaint in _complaints(spec, role, template))
+        yield from (f"{role}.{complaint}" for complaint in _role_complaints(spec, role, template))
 
 
-def _complaints(spec: Spec, role: PodRole, template: Template) -> Iterator[str]:
+def _role_complaints(spec: Spec, role: PodRole, template: Template) -> Iterator[str]:
     own_labels = {*Label, *TrainingLabel}
     metadata = template.metadata
     for key in () if metadata is None else (*(metadata.labels or ()), *(metadata.annotations or ())):

@@ -49,7 +49,9 @@ def parse_template(raw: Mapping[str, Any]) -> Template:
         [first, *_] = error.errors(include_url=False, include_input=False)
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).lstrip(".")
         if first["type"] == "extra_forbidden":
-            raise BadTemplateError(f"{place} is no field of a template; {_advice(str(first['loc'][-1]))}") from None
+            raise BadTemplateError(
+                f"{place} is no field of a template; {_field_advice(str(first['loc'][-1]))}"
+            ) from None
         raise BadTemplateError(f"{place}: {first['msg'].lower()}") from None
 
 
@@ -79,5 +81,5 @@ UNTOUCHED: Mapping[str, str] = {
 }
 
 
-def _advice(name: str) -> str:
+def _field_advice(name: str) -> str:
     return UNTOUCHED.get(name, "remove it")

@@ -65,7 +65,7 @@ def template_metadata(spec: Spec) -> Iterator[tuple[str, str, Mapping[str, str]]
 # --- names in Python ------------------------------------------------------------------------------------------------
 
 
-def _images(spec: TemplateSpec) -> Iterator[str]:
+def _image_names(spec: TemplateSpec) -> Iterator[str]:
     return (container.image for container in all_containers(spec) if container.image is not None)
 
 
@@ -97,7 +97,7 @@ def _config_maps(spec: TemplateSpec) -> Iterator[str]:
                 yield source.config_map.name
 
 
-def _claims(spec: TemplateSpec) -> Iterator[str]:
+def _claim_names(spec: TemplateSpec) -> Iterator[str]:
     claims = (volume.persistent_volume_claim for volume in spec.volumes or ())
     return (claim.claim_name for claim in claims if claim is not None)
 
@@ -153,7 +153,7 @@ def _host_paths(spec: TemplateSpec) -> Iterator[str]:
             yield STEPS_BACK if ".." in volume.host_path.path.split("/") else volume.host_path.path
 
 
-def _privileges(spec: TemplateSpec) -> Iterator[str]:
+def _privilege_names(spec: TemplateSpec) -> Iterator[str]:
     if spec.host_network:
         yield "hostNetwork"
     if spec.security_context is not None:
@@ -273,7 +273,7 @@ def _volumes_cel(field: str, name: str) -> str:
 
 _CLAIM = "v.ephemeral.volumeClaimTemplate.spec"
 TEMPLATE_NAMES: Mapping[str, TemplateNames] = {
-    "images": TemplateNames(_images, f"{_CONTAINERS}.filter(c, has(c.image)).map(c, c.image)"),
+    "images": TemplateNames(_image_names, f"{_CONTAINERS}.filter(c, has(c.image)).map(c, c.image)"),
     "secrets": TemplateNames(
         _secrets, _objects_cel("secretKeyRef", "secretRef", _volumes_cel("secret", "secret.secretName"), "secret")
     ),
@@ -281,7 +281,7 @@ TEMPLATE_NAMES: Mapping[str, TemplateNames] = {
         _config_maps,
         _objects_cel("configMapKeyRef", "configMapRef", _volumes_cel("configMap", "configMap.name"), "configMap"),
     ),
-    "claims": TemplateNames(_claims, _volumes_cel("persistentVolumeClaim", "persistentVolumeClaim.claimName")),
+    "claims": TemplateNames(_claim_names, _volumes_cel("persistentVolumeClaim", "persistentVolumeClaim.claimName")),
     "storage_classes": TemplateNames(
         _storage_classes,
         f"{_VOLUMES}.filter(v, has(v.ephemeral) && has({_CLAIM}.storageClassName)).map(v, {_CLAIM}.storageClassName)",
@@ -304,5 +304,5 @@ TEMPLATE_NAMES: Mapping[str, TemplateNames] = {
         f"{_VOLUMES}.filter(v, has(v.hostPath)).map(v, "
         f"v.hostPath.path.split('/').exists(p, p == '..') ? '{STEPS_BACK}' : v.hostPath.path)",
     ),
-    "privileges": TemplateNames(_privileges, _privileges_cel()),
+    "privileges": TemplateNames(_privilege_names, _privileges_cel()),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moejob_api.contract.pods import PodRole
 from moejob_api.job import MoETrainingJob
 from moejob_api.planner.plan import Plan
 from moejob_operator.children.attempt import Attempt, Images, service_name
@@ -25,7 +24,6 @@ def preview_pods(job: MoETrainingJob, plan: Plan) -> Iterator[dict[str, Any]]:
     """
     if plan.layout is None:
         return
-    resources = {PodRole.TRAINER: plan.trainer_pod, PodRole.ROLLOUT: plan.engine_pod}
     attempt = Attempt(
         name=job.metadata.name,
         namespace=job.metadata.namespace or "default",
@@ -37,7 +35,7 @@ def preview_pods(job: MoETrainingJob, plan: Plan) -> Iterator[dict[str, Any]]:
         number=0,
         gang=chosen_gang(job.spec, frozenset(), None),
         images=_IMAGES,
-        pod_resources={role: pod for role, pod in resources.items() if pod is not None},
+        pod_resources=plan.pod_resources,
         gpu_node_labels={},
         trainer_grace_seconds=_GRACE_SECONDS,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from moejob_api.contract.pods import PodRole
 from moejob_api.job import Spec
+from moejob_api.pod_template.reading import raw_templates
 
 # Sidecars keep to the restricted profile of Pod Security as far as they say nothing else.
 _SIDECAR_SECURITY: Mapping[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -21,10 +22,8 @@ _REPLACED = ("topologySpreadConstraints", "hostNetwork", "hostAliases", "dnsPoli
 
 def template_part(spec: Spec, role: PodRole, part: str) -> dict[str, Any]:
     """Return `metadata` or `spec` of the template for a role, without nulls; empty where the job has none."""
-    if spec.pod_template is None:
-        return {}
-    raw = spec.pod_template.trainer if role is PodRole.TRAINER else spec.pod_template.rollout
-    return _without_nulls(raw).get(part, {}) if raw is not None else {}
+    template: dict[str, Any] = _without_nulls(dict(raw_templates(spec)).get(role, {}))
+    return template.get(part, {})
 
 
 def merge_pod_spec(pod_spec: dict[str, Any], patch: Mapping[str, Any], job_variables: int) -> dict[str, Any]:

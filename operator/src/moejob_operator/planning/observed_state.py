@@ -13,7 +13,6 @@ from moejob_api.job.lifecycle import GangScheduler
 from moejob_api.job.resources import GpuType
 from moejob_api.job.status import Phase, RestartLadder, Restarts, Status
 from moejob_api.layout.sizes import Layout
-from moejob_api.planner.pod_resources import PodResources
 from moejob_api.recovery.state import state_after_checkpoint
 from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_name, service_name
 from moejob_operator.children.gangs import GangApi, chosen_gang
@@ -199,16 +198,11 @@ def present_attempt(s: ObservedState) -> Attempt:
         number=s.attempt,
         gang=gang_scheduler(s),
         images=s.setting.images,
-        pod_resources=_resources_by_role(s.validation),
+        pod_resources=s.validation.pod_resources,
         gpu_node_labels=_gpu_node_labels(spec, s.setting),
         trainer_grace_seconds=grace_seconds(s.status),
         network=s.setting.network,
     )
-
-
-def _resources_by_role(validation: Validation) -> dict[PodRole, PodResources]:
-    pods = {PodRole.TRAINER: validation.trainer_pod, PodRole.ROLLOUT: validation.engine_pod}
-    return {role: pod for role, pod in pods.items() if pod is not None}
 
 
 def _gpu_node_labels(spec: Spec, setting: OperatorSetting) -> Mapping[str, str]:

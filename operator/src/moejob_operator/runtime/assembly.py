@@ -114,7 +114,13 @@ def _job_network(settings: Settings) -> JobNetwork:
 
 async def _build_client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
     api_configuration = await load_configuration(settings.kubeconfig)
-    api = ApiClient(api_configuration, metrics, concurrency=concurrency, seconds=settings.request_seconds)
+    api = ApiClient(
+        api_configuration,
+        metrics,
+        concurrency=concurrency,
+        seconds=settings.request_seconds,
+        user_agent="moejob-operator",
+    )
     stack.push_async_callback(api.close)
     return api
 
