@@ -49,6 +49,7 @@ from cluster.nodes.training import (
     TRAINER_PYTHON,
     TRAINING_SECONDS,
     VERSION,
+    Job,
     Run,
     SubmittedJob,
     run_here,
@@ -60,15 +61,9 @@ from moejob_api.contract.pods import PodPort
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"
 _numbers = count()
-# Engines write answers for the next step while a step learns; every step leaves what a test has to know of its groups.
 AHEAD_STEPS = 6
-AHEAD = {
-    "spec": {
-        "training": {"maxSteps": AHEAD_STEPS},
-        "grpo": {"recordTokens": True, "rollout": {"staleness": 1}},
-        "checkpoint": {"everySteps": 1, "keep": 100},
-    }
-}
+# A trainer that is killed twenty times has steps left.
+KILLED_STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +98,18 @@ def engine_release(
 def undisturbed_run(random_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same job without a cluster."""
     return run_here(job_with_engine(str(random_model_folder)), tmp_path_factory.mktemp("undisturbed"))
+
+
+def generate_ahead(steps: int) -> Job:
+    """Changes of a job: answers are written ahead, and every step leaves what a test has to know of its groups."""
+    return {
+        "spec": {
+            "training": {"maxSteps": steps},
+            "grpo": {"recordTokens": True, "rollout": {"staleness": 1}},
+            "checkpoint": {"everySteps": 1, "keep": steps},
+            "storage": {"size": "4Gi"},
+        }
+    }
 
 
 @contextmanager
@@ -159,10 +166,10 @@ def await_weights(job: SubmittedJob) -> None:
     until(lambda: read_labels() - labels, seconds=TRAINING_SECONDS, waiting_for=job.describe)
 
 
-def require_prompts_kept(job: SubmittedJob) -> None:
+def require_prompts_kept(job: SubmittedJob, steps: int = AHEAD_STEPS) -> None:
     """Each prompt that was drawn was taken by one step or is in the checkpoint; no token is older than one version."""
     folder = job.run().folder
-    command = [str(TRAINER_PYTHON), "-m", "trainer.rollouts.recorded_groups", str(folder), str(AHEAD_STEPS)]
+    command = [str(TRAINER_PYTHON), "-m", "trainer.rollouts.recorded_groups", str(folder), str(steps)]
     check = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stderr
     for step, answers in read_answers(job.run()).items():
@@ -258,7 +265,7 @@ Fault = Callable[[SubmittedJob, EnginePod], object]
 def test_an_engine_that_is_lost_while_it_generates_ahead_costs_no_prompt(
     fault: Fault, is_publishing: bool, nodes: Cluster, engine_release: Release
 ) -> None:
-    with submit_with_engine(nodes, engine_release, AHEAD) as job:
+    with submit_with_engine(nodes, engine_release, generate_ahead(AHEAD_STEPS)) as job:
         engine = ready_engine(job)
         gang = await_generation(job, engine)
         if is_publishing:
@@ -275,7 +282,7 @@ def test_an_engine_that_is_lost_while_it_generates_ahead_costs_no_prompt(
 def test_an_engine_that_is_cut_off_while_it_generates_ahead_costs_no_prompt(
     nodes: Cluster, engine_release: Release
 ) -> None:
-    with submit_with_engine(nodes, engine_release, AHEAD) as job:
+    with submit_with_engine(nodes, engine_release, generate_ahead(AHEAD_STEPS)) as job:
         engine = away_from_trainer(job)
         await_generation(job, engine)
         nodes.cut_off(engine.node)
@@ -293,8 +300,8 @@ def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
     nodes: Cluster, engine_release: Release
 ) -> None:
     random = Random(45)
-    # A third of the starts ends before its first step: those count.
-    patient = merge_sections(AHEAD, {"spec": {"lifecycle": {"backoffLimit": 20}}})
+    # Starts that are killed before their first checkpoint count.
+    patient = merge_sections(generate_ahead(KILLED_STEPS), {"spec": {"lifecycle": {"backoffLimit": 20}}})
     with submit_with_engine(nodes, engine_release, patient) as job:
         engine = ready_engine(job)
         for _ in range(20):
@@ -304,7 +311,7 @@ def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
             kill_rank(await_trainer(job))
         job.await_end()
         assert ready_engine(job) == engine
-        require_prompts_kept(job)
+        require_prompts_kept(job, KILLED_STEPS)
 
 
 @in_full
