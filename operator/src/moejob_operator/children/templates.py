@@ -22,8 +22,8 @@ _REPLACED = ("topologySpreadConstraints", "hostNetwork", "hostAliases", "dnsPoli
 
 def template_part(spec: Spec, role: PodRole, part: str) -> dict[str, Any]:
     """Return `metadata` or `spec` of the template for a role, without nulls; empty where the job has none."""
-    template: dict[str, Any] = _without_nulls(dict(raw_templates(spec)).get(role, {}))
-    return template.get(part, {})
+    fields: dict[str, Any] = _without_nulls(dict(raw_templates(spec)).get(role, {})).get(part, {})
+    return fields
 
 
 def merge_pod_spec(pod_spec: dict[str, Any], patch: Mapping[str, Any], job_variables: int) -> dict[str, Any]:
