@@ -27,7 +27,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "model": _model_fields(plan.shape) if plan.shape else None,
         "layout": _camel_case_fields(asdict(plan.layout)) if plan.layout else None,
         "memory": _memory_fields(plan),
-        "pods": {name: _camel_case_fields(asdict(pod)) for name, pod in plan.pod_resources.items()},
+        "pods": {role.value: _camel_case_fields(asdict(pod)) for role, pod in plan.pod_resources.items()},
         "driver": OLDEST_DRIVER if plan.spec.resources.accelerator is Accelerator.GPU else None,
         # asdict leaves properties out, and the sum of the volume is one.
         "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
