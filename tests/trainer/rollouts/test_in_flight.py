@@ -188,6 +188,37 @@ def test_an_answer_in_flight_waits_at_its_engine_and_goes_on_with_the_new_weight
     assert engine.cancelled == 0
 
 
+def leave_connection_silent(run: InFlight) -> Future[Answer]:
+    """Ask the only engine, whose node is then cut off while a publication begins: no reply and no error will come."""
+    (engine,) = run.engines
+    engine.behaviour = engine.hang
+    (asked,) = run.ask_each()
+    run.connection.run(run.fleet.stop_watching())
+    engine.behaviour = None
+    return asked
+
+
+def test_answers_of_an_engine_that_was_replaced_as_a_publication_began_are_asked_again(make: Make) -> None:
+    run = make()
+    asked = leave_connection_silent(run)
+    run.engines[0].version = "default"
+    run.publish(4)
+    assert asked.result(60).versions.tolist() == [4, 4, 4]
+
+
+def test_answers_of_an_engine_that_was_silent_as_a_publication_began_are_asked_again(make: Make) -> None:
+    run = make(limits=replace(LIMITS, silence_seconds=0.5))
+    asked = leave_connection_silent(run)
+    (engine,) = run.engines
+    engine.silent.add("/ready")
+    publication = run.in_background(4)
+    until(lambda: count_of(engine, "/ready") > 1, "the publication did not ask")
+    until(lambda: "has not answered" in run.fleet.engines[0].reason, "the engine was not missed")
+    engine.silent.clear()
+    publication.result(60)
+    assert asked.result(60).versions.tolist() == [4, 4, 4]
+
+
 def test_what_is_asked_during_an_update_is_sent_once_the_probe_has_passed(make: Make) -> None:
     run = make()
     (engine,) = run.engines

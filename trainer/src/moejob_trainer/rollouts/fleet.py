@@ -301,6 +301,11 @@ class EngineFleet:
             return f"has been given the weights {label} and was lost before it proved them"
         return f"has weights {label!r} and not {self.label}"
 
+    async def give_up_answers(self, engine: RolloutEngine) -> None:
+        """Ask again for what was in flight at an engine whose process another one has replaced: no reply will come."""
+        if not await self._has_been_given_weights(engine):
+            await self.lose_engine(engine, "was started again, without the requests that were in flight")
+
     async def get_label(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""
         body = await self.get(engine, "/weight_info", self.limits.silence_seconds)
@@ -353,7 +358,8 @@ class EngineFleet:
         try:
             await self.get(engine, HttpPath.READY, seconds)
         except (EngineLost, RequestRefused) as error:
-            engine.reason = str(error)
+            # Answers in flight there may never come: a node that is cut off breaks no connection.
+            await self.lose_engine(engine, str(error))
             return False
         return True
 

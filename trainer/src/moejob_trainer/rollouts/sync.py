@@ -53,6 +53,7 @@ class WeightSync:
         for engine in {*self._fleet.engines} - {*engines}:
             # It may return in the middle of the update, with the previous weights.
             await self._fleet.lose_engine(engine, engine.reason)
+        await asyncio.gather(*(self._fleet.give_up_answers(engine) for engine in engines if engine.in_flight))
         # New requests wait for the probe: what is asked of an engine before may be answered by wrong weights.
         await self._fleet.close_gate()
         return await self.run_on_each(engines, self._start_engine_update)
