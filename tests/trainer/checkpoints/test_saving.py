@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -16,16 +18,18 @@ import pytest
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.job.storage import Checkpoint, ResumeMode
 from moejob_api.layout.sizes import derive_layout
+from moejob_trainer import checkpoints
 from moejob_trainer.checkpoints import CheckpointStore, Coordinator, PendingWrite, SingleRank
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts
 from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFacts
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration, BadData
 from moejob_trainer.evaluation.ranking import EvaluationScore
+from moejob_trainer.loop import TrainingRun, run_training_loop
 from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.runtime.disk import Disk
 from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard
-from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 from trainer.checkpoints.stand_ins import InlineExecutor, StandInWriting, ThreadCoordinators, flip_bit, make_run_folder
 
 ARRAYS = "objective-state.safetensors"
@@ -295,3 +299,61 @@ def test_a_save_needs_room_for_its_own_arrays_and_not_for_those_of_the_last_one(
     objective.arrays = {}
     run.save(5)
     assert run.store.last_step == 5
+
+
+def calls_from_the_loop() -> list[str]:
+    """Return the functions between the loop and the caller of this one, outermost first."""
+    names = [frame.frame.f_code.co_qualname.rpartition("<locals>.")[2] for frame in reversed(inspect.stack()[2:])]
+    return names[names.index("run_training_loop") :]
+
+
+class WatchedDisk(Disk):
+    """A volume that remembers how its first checkpoint got its marker."""
+
+    calls: Sequence[str] = ()
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "complete.json" and not self.calls:
+            self.calls = calls_from_the_loop()
+        super().rename(source, target)
+
+
+class WatchedTensors(Tensors):
+    """The state of a model that remembers how it was asked for its first file."""
+
+    calls: Sequence[str] = ()
+
+    def start_writing(self, folder: Path) -> PendingWrite:
+        self.calls = self.calls or calls_from_the_loop()
+        return super().start_writing(folder)
+
+
+class IdleRun(Groups):
+    """Engine, objective and stop of a run that learns nothing."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def updates(self, step: int, engine: TrainingEngine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
+        return [[]]
+
+    def update(self, batches: Sequence[MicroBatch], loss: object) -> UpdateResult:  # noqa: ARG002
+        return UpdateResult(0.0, 0.0, 0.0, 0, is_applied=True)
+
+    def has_agreed(self) -> bool:
+        return False
+
+
+def test_a_save_takes_the_way_that_is_drawn(tmp_path: Path) -> None:
+    drawn = re.findall(r"^ {4,}([\w.]+) {2,}[\w/]+\.py: ", checkpoints.__doc__ or "", re.MULTILINE)
+    middle = drawn.index("RunCheckpoints.poll")
+    begun, committed = drawn[:middle], [drawn[0], *drawn[middle:]]
+    idle, disk, tensors = IdleRun(), WatchedDisk(), WatchedTensors()
+    run = open_run(tmp_path / "run", idle, disk=disk, policy=Checkpoint(every_steps=1, asynchronous=True))
+    run.writer.state = tensors
+    run_training_loop(
+        TrainingRun(engine=idle, objective=idle, checkpoints=run, stop=idle, total_steps=2, report=lambda *_: None)  # type: ignore[arg-type]  # the rest of an engine is never asked
+    )
+    # Behind the last of them the disk replaces a file.
+    assert [*disk.calls] == [*committed, "replace_file", "publish_file"]
+    assert len(committed) == 8
+    assert [name for name in tensors.calls if name in begun] == begun

@@ -1,4 +1,4 @@
-"""The MoETrainingJob as frozen models, one file a topic. Types and bounds only; rules live in moejob_api.rules."""
+"""The MoETrainingJob as frozen models, one file a topic: types, bounds and defaults. Rules live in moejob_api.rules."""
 
 from moejob_api.job.job import (
     API_VERSIONS,

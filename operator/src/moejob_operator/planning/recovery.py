@@ -1,4 +1,6 @@
-"""From failures to the next state of a job: the action that moejob_api.recovery chooses, written as a decision.
+"""Restarts: from failures to new ranks, pods or a new gang, or to the end of the job.
+
+moejob_api.recovery chooses the action, and charges it to backoffLimit; here it is written as a decision.
 
 This module adds reasons, names and times, and acts on nothing: a later reconcile reads the written status. Launchers
 restart ranks in place by themselves (moejob_trainer.launcher.ending); here such a restart is only charged.

@@ -4,18 +4,19 @@ A checkpoint is <run folder>/checkpoints/step-N.<attempt>.<restart>/ with the st
 with size and hash) and complete.json (the manifest's hash), written last. Nothing without both is trusted. Knows
 nothing of what is in the state, and imports neither torch nor Megatron.
 
-A save begins after one step and is committed after a later one, eight calls below the loop:
+A save begins after one step and is committed after a later one, eight calls from the loop to the marker:
 
-    loop.train                               after each step
-      RunCheckpoints.save                    saving.py: where is_due, it states the Moment of the run
+    run_training_loop                        loop.py: after each step
+      RunCheckpoints.save                    saving.py: where is_due, it takes a snapshot and states a SaveRequest
         CheckpointStore.save                 store.py: rank 0 makes room and the step folder
-          RunWriter.begin                    saving.py: every rank starts to write its tensors, rank 0 the counters
+          RunWriter.start_writing            saving.py: every rank starts to write its tensors, rank 0 the counters
       RunCheckpoints.poll                    saving.py: after each further step
         CheckpointStore.poll                 store.py: has every rank written its files, then hashed them?
-          CheckpointStore._commit            store.py: rank 0 gathers the hashes of all
-            on_first_rank, attempted         distributed/coordination.py: a failure of rank 0 is raised on all
-              commit_all                     store.py: the step log is synced, the manifest put together
-                commit                       commit.py: manifest.json, fence, then the marker complete.json
+          CheckpointStore._commit_save       store.py: rank 0 gathers the hashes of all
+            run_on_first_rank                distributed/coordination.py: every rank learns how rank 0 ends
+              capture_outcome                distributed/coordination.py: a failure of rank 0 is raised on all
+                commit_all                   store.py: the step log is synced, the manifest put together
+                  commit_checkpoint          commit.py: manifest.json, fence, then the marker complete.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Micro batches through the stages of the pipeline, in the order of Megatron's schedules."""
+"""Micro batches through the stages of the pipeline, in the order of Megatron's schedules: 1F1B, or interleaved.
+
+Gradients of an update's micro batches accumulate in the buffers of `data_parallel.py`.
+"""
 
 from __future__ import annotations
 

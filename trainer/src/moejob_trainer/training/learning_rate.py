@@ -1,4 +1,4 @@
-"""The learning rate over the run, as a pure function of the step."""
+"""The learning rate over the run, as a pure function of the step: a warm-up, then constant, linear, cosine or WSD."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ def mismatch_weights(settings: MismatchCorrection, trainer: Tensor, engine: Tens
     """Return the weight of each token, from log-probabilities of the version that sampled it; no gradient. [T]
 
     The engine samples an answer by its probabilities, and the trainer differentiates its own. Weights
-    p_trainer / p_engine correct this; they are bounded, because a single one may be huge.
+    p_trainer / p_engine correct this (importance sampling; with Truncate, truncated: TIS). They are bounded, because a
+    single one may be huge.
     Sequence: every token has the product over its row.
     """
     weights = _log_mismatch_weights(settings.level, (trainer - engine).detach(), loss_mask).exp()
