@@ -1,4 +1,4 @@
-"""Measures inside of a process that serves: the longest its event loop answered nothing, and the memory it took."""
+"""Measurements inside a process that serves: the longest silence of its event loop, and its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICK_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one attack, in the process that was attacked."""
+    """Measurements of one attack, taken in the process under attack."""
 
     gap_ms: float
     resident_mib: float
@@ -23,15 +23,15 @@ class Measured:
 
     @property
     def growth_mib(self) -> float:
-        """Return what the attack added at its worst moment."""
+        """Return the memory that the attack added at its worst moment."""
         return self.peak_mib - self.resident_mib
 
 
 class GapProbe:
-    """Sleeps for moments where it watches, and keeps by how much the longest was late.
+    """Sleeps for short moments in a loop or a thread, and keeps the longest delay of a wake-up.
 
-    Only as far as this process computed meanwhile, in whichever thread: while others have its core, and attackers on
-    the same machine are such, nothing of it could be answered whatever its code does.
+    A delay counts only as far as this process computed meanwhile, in any thread: while another process has the core,
+    as attackers on this machine do, no code of this one could answer.
     """
 
     def __init__(self) -> None:
@@ -42,25 +42,25 @@ class GapProbe:
         while True:
             before = self._now()
             await asyncio.sleep(_TICK_SECONDS)
-            self._keep(before)
+            self._keep_longest(before)
 
     def run_in_thread(self) -> None:
-        """Watch threads like this one."""
+        """Watch the thread that this runs in."""
         while True:
             before = self._now()
             time.sleep(_TICK_SECONDS)
-            self._keep(before)
+            self._keep_longest(before)
 
     def _now(self) -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
 
-    def _keep(self, before: tuple[float, float]) -> None:
+    def _keep_longest(self, before: tuple[float, float]) -> None:
         clock, computed = (now - then for now, then in zip(self._now(), before, strict=True))
         self.gap_seconds = max(self.gap_seconds, min(clock - _TICK_SECONDS, computed))
 
 
 def serve_until_told(port: int, gap_seconds: Callable[[], float], begin: Callable[[], None]) -> None:
-    """Say where, then let each line of standard input begin an attack or end it: `begin`, `end`."""
+    """Print the port; then each line of standard input, `begin` or `end`, begins an attack or ends it."""
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     before = 0.0
@@ -69,15 +69,15 @@ def serve_until_told(port: int, gap_seconds: Callable[[], float], begin: Callabl
             _forget_peak()
             begin()
             before = _mib("VmRSS")
-            said = "{}"
+            reply = "{}"
         else:
-            said = json.dumps(asdict(Measured(1000 * gap_seconds(), before, _mib("VmHWM"))))
-        sys.stdout.write(f"{said}\n")
+            reply = json.dumps(asdict(Measured(1000 * gap_seconds(), before, _mib("VmHWM"))))
+        sys.stdout.write(f"{reply}\n")
         sys.stdout.flush()
 
 
 def _forget_peak() -> None:
-    # 5: the most that was resident becomes what is now.
+    # 5 sets the peak of resident memory to its present size.
     Path("/proc/self/clear_refs").write_text("5")
 
 

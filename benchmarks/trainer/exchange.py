@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.trainer.exchange --tokens 16384 --experts 128 --choices 8
 
 Random routing, tokens in bfloat16. Prints one JSON line: milliseconds of the slowest GPU, and whether both ways give
-the same bits. `out` and `back` are all that a forward pass does between tokens and rows in the order of experts.
+the same bits. `out` is everything between tokens and rows in the order of experts; `back` is the way from there.
 """
 
 from __future__ import annotations
@@ -33,35 +33,34 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layer:
-    """Tokens at the door of a layer's experts, sent by both ways."""
+    """The tokens of a layer, sent to their experts in both ways."""
 
     x: Tensor
     groups: Groups
     by_nccl: TokenDispatch
     by_memory: TokenDispatch
     order: Permutation
-    # Rows in the order of experts, as they would come out of them.
+    # Stand in for the outputs of experts.
     y: Tensor
 
     @property
     def route(self) -> PeerRoute:
-        """The places of its tokens."""
+        """The places of the tokens in the memory of peers."""
         if self.by_memory.route is None:
             raise SystemExit("routing did not fit into the memory of the group; ask for fewer --tokens")
         return self.by_memory.route
 
 
 def main() -> None:
-    """Measures and prints."""
-    chosen = _arguments()
+    """Measure, and print the line."""
+    chosen = _parse_arguments()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     with torch.no_grad():
-        layer = _layer(chosen, _groups(chosen, device), device)
-        seen = _milliseconds(_works(layer)), _equal(layer)
+        layer = _build_layer(chosen, _build_groups(chosen, device), device)
+        milliseconds, equal = _measure_works(_list_works(layer)), _compare_ways(layer)
     if dist.get_rank() == 0:
-        milliseconds, equal = seen
         print(
             json.dumps(
                 {
@@ -77,7 +76,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
+def _build_groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     # Room for the worst routing.
     memory = map_peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device, FOR_TOKENS)
@@ -86,7 +85,7 @@ def _groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
     return Groups(expert=group, expert_memory=memory)
 
 
-def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> Layer:
+def _build_layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> Layer:
     torch.manual_seed(1 + groups.expert.rank)
     x = torch.randn(chosen.tokens, chosen.width, device=device, dtype=torch.bfloat16)
     probabilities, choices = torch.rand(chosen.tokens, chosen.experts, device=device).topk(chosen.choices)
@@ -97,7 +96,7 @@ def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> 
     return Layer(x, groups, by_nccl, by_memory, order, permute_tokens(by_nccl.rows, order))
 
 
-def _works(layer: Layer) -> Mapping[str, Work]:
+def _list_works(layer: Layer) -> Mapping[str, Work]:
     sizes, group, sent = layer.by_nccl.sent_to_ranks.sizes, layer.groups.expert, layer.by_nccl.sent_to_ranks.permutation
     rows, arrived = permute_tokens(layer.x, sent), layer.by_nccl.rows
     route, shares = layer.route, layer.route.memory.view_as_rows(layer.x.shape[1], layer.x.dtype)
@@ -123,13 +122,13 @@ def _out_by_nccl(layer: Layer) -> Tensor:
     return permute_tokens(sent.exchange_rows(permute_tokens(layer.x, sent.permutation)), layer.order)
 
 
-def _milliseconds(works: Mapping[str, Work]) -> dict[str, float]:
-    mine = torch.tensor([_timed(work) for work in works.values()], device="cuda")
+def _measure_works(works: Mapping[str, Work]) -> dict[str, float]:
+    mine = torch.tensor([_time_work(work) for work in works.values()], device="cuda")
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return {name: round(milliseconds, 3) for name, milliseconds in zip(works, mine.tolist(), strict=True)}
 
 
-def _timed(work: Work) -> float:
+def _time_work(work: Work) -> float:
     for _ in range(WARM):
         work()
     torch.cuda.synchronize()
@@ -143,17 +142,19 @@ def _timed(work: Work) -> float:
     return float(begun.elapsed_time(done)) / REPEATS
 
 
-def _equal(layer: Layer) -> dict[str, bool]:
+def _compare_ways(layer: Layer) -> dict[str, bool]:
     pairs = {
         "out": (_out_by_nccl(layer), layer.by_memory.fetch_rows(layer.x, layer.order)),
         "back": [combine_outputs(layer.y, sent, layer.order) for sent in (layer.by_nccl, layer.by_memory)],
     }
-    mine = torch.tensor([torch.equal(one, other) for one, other in pairs.values()], device="cuda", dtype=torch.int32)
+    mine = torch.tensor(
+        [torch.equal(by_nccl, by_memory) for by_nccl, by_memory in pairs.values()], device="cuda", dtype=torch.int32
+    )
     dist.all_reduce(mine, op=dist.ReduceOp.MIN)
     return {name: bool(equal) for name, equal in zip(pairs, mine.tolist(), strict=True)}
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("tokens", 16384), ("width", 2048), ("experts", 128), ("choices", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -42,21 +42,21 @@ class IncompleteRecord(ApiModel):
 
 
 class DatasetPreview(ApiModel):
-    """One data set: what became of the records that were read, and some of them."""
+    """One data set: counts of the records that were read, by what became of them, and examples."""
 
     part: Annotated[str, Field(description="train or eval, and its index.")]
     source: str
     split: str
     format: str
     records: CountOrZero
-    # False where there are more records than were to be read.
+    # False where the data set has more records than the limit.
     is_whole: bool
     kept: CountOrZero
     truncated: CountOrZero
     dropped: CountOrZero
     tokens: CountOrZero
     trained_tokens: CountOrZero
-    # Tokens of the shortest, the median and the longest sample that is seen; none where nothing is.
+    # Tokens of the shortest, the median and the longest sample; None without a sample.
     lengths: tuple[CountOrZero, CountOrZero, CountOrZero] | None
     left_out: tuple[IncompleteRecord, ...]
     examples: tuple[PreviewedExample, ...]

@@ -9,6 +9,7 @@ _ROLES = ("trainer", "rollout")
 
 def template_fields_cel() -> str:
     """CEL about a spec: its templates have known fields at each level that a limit looks at."""
+    # One list of the templates that are there, so that each check stands in the rule once, whatever the roles.
     templates = " + ".join(f"(has(self.podTemplate.{role}) ? [self.podTemplate.{role}] : [])" for role in _ROLES)
     lists = (("containers", Container), ("initContainers", Container), ("volumes", Volume))
     inner = " && ".join(

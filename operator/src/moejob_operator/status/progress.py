@@ -17,14 +17,14 @@ REPORT_SECONDS = 30.0
 
 
 def progress_to_write(s: ObservedState, decision: Decision) -> Progress | None:
-    """The progress to write: the last one unless there is news, and enough time has passed or a checkpoint is new."""
+    """Return the progress to write: new numbers when they are due or a checkpoint is new, else those of before."""
     before = s.status.progress
     report = s.run_progress
     if report is None:
         return before
     now = _build_progress(report, format_time(s.now))
     if now.hub_commits is None and before is not None:
-        # A termination message has no room for many.
+        # A termination message has no room for a long list of commits.
         now = now.model_copy(update={"hub_commits": before.hub_commits})
     if before is None or now.last_checkpoint_step != before.last_checkpoint_step:
         return now

@@ -92,6 +92,7 @@ def _read_indexed_files(folder: Path) -> dict[str, StoredTensor]:
     if missing_files:
         raise unusable_checkpoint(f"{folder} lacks {join_names(missing_files)}, named by {INDEX_FILE}; {_AGAIN}")
     tensors = {name: tensor for file in files for name, tensor in _read_header(folder / file).items()}
+    # Such a folder mixes two versions, or a download was cut off: a tensor could come from the wrong file.
     misplaced = [
         name
         for name in files_by_tensor.keys() | tensors.keys()
@@ -120,6 +121,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_plain_name(file: object) -> bool:
+    # An index is a stranger's file: "../" would lead out of the folder.
     return isinstance(file, str) and Path(file).name == file
 
 

@@ -30,6 +30,7 @@ class GradientSum(Protocol):
 class MainGradient:
     """The sum of one parameter's gradients in Megatron's buffers: `main_grad`."""
 
+    # Megatron fills its buffers with zeros before each update.
     is_new: ClassVar[bool] = False
     parameter: nn.Parameter
 

@@ -41,8 +41,8 @@ def token_log_probabilities(
     """The log-probability of each label, and the entropy of each distribution; float32 [t] both.
 
     hidden [t, h] and labels int64 [t], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
-    Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; one from
-    `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
+    Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; a label
+    from `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
     `keeps_slopes`: the backward pass uses kept slopes instead of computing logits again. `learns_entropy`: entropy has
     a gradient too; slopes are never kept then.
     """
@@ -108,7 +108,7 @@ class _VocabularyPart:
     sums_hidden_gradient: bool
 
     def tiled_rows(self, weight: Tensor) -> Tensor:
-        """The words that exist, and those behind them in the same tile: a product of whole tiles is faster."""
+        """Return the rows up to the end of the last word's tile: a product of whole tiles is faster."""
         return weight[: _round_to_tiles(self.existing)]
 
     def allocate_slopes(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
@@ -116,7 +116,7 @@ class _VocabularyPart:
         return hidden.new_empty(len(hidden), len(self.tiled_rows(weight))) if self.keeps_slopes else None
 
     def chunk_words(self, tokens: int) -> int:
-        """Return the words of a chunk: of all tokens they have the logits of all words of `chunk_tokens` tokens."""
+        """Return the words whose logits, for all tokens, take the memory of all words for `chunk_tokens` tokens."""
         return max(WORDS_MULTIPLE, _round_to_tiles(math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))))
 
 
@@ -256,7 +256,7 @@ def _read_chunk(
 
 
 def _compute_statistics(logits: Tensor, places: Tensor, words: _VocabularyPart) -> Tensor:
-    """`plain_statistics` of each token's logits here. [4, t]"""
+    """Return `plain_statistics`, by a kernel where one takes these logits. [4, t]"""
     fused = find_kernels("vocabulary", logits)
     if fused and fused.can_take_logits(logits):
         statistics: Tensor = fused.compute_statistics(logits, places, words.existing, words.temperature)
@@ -265,7 +265,7 @@ def _compute_statistics(logits: Tensor, places: Tensor, words: _VocabularyPart) 
 
 
 def plain_statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
-    """Of each token's logits: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
+    """Return the largest logit m, the sums of exp(logit - m) and of logit exp(logit - m), and the logit of the label.
 
     Only the first `existing` words of logits [t, words] exist. A label whose place [t] is not among them gets 0. [4, t]
     """
@@ -302,7 +302,7 @@ def _compute_slope(
     dtype: torch.dtype,
     slope_memory: Tensor | None = None,
 ) -> Tensor:
-    """`plain_slope` in `dtype`, that of the product that follows; in `slope_memory` where there is one. [t, words]"""
+    """Return `plain_slope` in the `dtype` of the product that follows, in `slope_memory` where given. [t, words]"""
     fused = find_kernels("vocabulary", logits)
     if fused and fused.can_take_logits(logits):
         slope: Tensor = fused.compute_slope(logits, tokens, existing, temperature, dtype, slope_memory)
@@ -314,8 +314,9 @@ def _compute_slope(
 def plain_slope(logits: Tensor, tokens: TokenTerms, existing: int, temperature: float, dtype: torch.dtype) -> Tensor:
     """The gradient by each logit over the temperature, in `dtype`. [t, words]
 
-    With p the probability of a word, g the token's gradient, and e that of its entropy H: g at the label's place, less
-    p (g + e (log p + H)). 0 for the words in logits [t, words] behind the first `existing`. Logits may be overwritten.
+    With p the probability of a word, g the gradient of the token and e the gradient of its entropy H, the slope is
+    g [word is the label] - p (g + e (log p + H)). It is 0 for the words in logits [t, words] behind the first
+    `existing`. Logits may be overwritten.
     """
     logits[:, existing:] = -math.inf
     tempered = logits if temperature == 1 else logits.div_(temperature)

@@ -111,6 +111,7 @@ class GroupedExperts(nn.Module):
 def make_norm(config: Any, hidden_size: int, eps: float, **_: Any) -> RMSNorm:
     """Return a norm as Megatron's layers ask for it."""
     norm = RMSNorm(hidden_size, eps).to(config.params_dtype)
+    # A rank normalises its share of the sequence only, so `mark_parameters` has its gradient summed.
     norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
 

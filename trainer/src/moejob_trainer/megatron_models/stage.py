@@ -122,7 +122,7 @@ class MegatronStage(ModelStage):
         return computed
 
     def _compute_outputs(self, *, hidden_states: Tensor, context: StageInput, **_: Any) -> StageOutput:
-        """Return the outputs for the labels, of the states behind the final norm; Megatron calls it in its place."""
+        """Return the outputs for the labels; Megatron calls this behind its final norm, not its own output layer."""
         hidden = hidden_states.squeeze(1)
         if context.is_asked:
             zeros, _, tokens = self.output(hidden, context.labels, is_asked=True)
@@ -131,25 +131,26 @@ class MegatronStage(ModelStage):
 
 
 def mark_parameters(stage: MegatronStage, declared: Mapping[str, Parameter]) -> None:
-    """Say of each parameter what the optimizer asks: its replicas, and which tensor ranks see of its gradient.
+    """Mark the parameters whose gradient the optimizer has to sum: parts of tensor ranks, and copies of the embedding.
 
-    BadConfiguration for a tensor that the whole model has not, or has in another shape: a setting of
+    BadConfiguration for a tensor that the published model lacks, or has in another shape: a setting of
     `model.transformer` has added or changed it.
     """
     place = rank_coordinates(stage.groups)
     for name, parameter in stage.named_parameters():
-        of_model = [declared.get(part.name) for part in stage.stored_parts(name)]
+        declared_parts = [declared.get(part.name) for part in stage.stored_parts(name)]
         expected = sum(
-            0 if declared_one is None else math.prod(slice_lengths(part_slices(part, declared_one, place)))
-            for declared_one, part in zip(of_model, stage.stored_parts(name), strict=True)
+            0 if parameter_of_model is None else math.prod(slice_lengths(part_slices(part, parameter_of_model, place)))
+            for parameter_of_model, part in zip(declared_parts, stage.stored_parts(name), strict=True)
         )
         if expected != parameter.numel():
             raise BadConfiguration(
                 f"Megatron's {name} of {tuple(parameter.shape)} has no place in this model, which has {expected} "
                 "numbers there; leave out the key of model.transformer that changes it"
             )
-        first = of_model[0]
+        first = declared_parts[0]
         if first is not None and not divided_axes(first, place) and not is_expert(parameter):
+            # Each tensor rank normalises its own heads, so its gradient of these weights is a part of the sum.
             is_of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
             mark_partial(parameter, is_partial=is_of_heads or getattr(parameter, "sequence_parallel", False))
     if stage.shares_embedding and (stage.place.is_first or stage.place.is_last):

@@ -75,6 +75,7 @@ def join_ranks(environment: RankEnvironment) -> Iterator[RankContext]:
     """Join the ranks of the run, and leave them at the end."""
     device = start_device(environment)
     if device.type == "cpu":
+        # Megatron makes tensors on a GPU by itself: from here on its modules see the CPU.
         use_cpu()
     sizes = derive_layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes, environment.spec.moe.dispatcher)

@@ -27,6 +27,7 @@ class RolloutTime:
         """Return the seconds of each engine for the answers of a step."""
         rollout = self.grpo.rollout
         is_kept = rollout.cache_across_versions is CacheAcrossVersions.KEEP
+        # A carried answer loses its keys and values when its engine sleeps, or clears them for new weights.
         reads_again = rollout.placement is RolloutPlacement.COLOCATED or not is_kept
         return generation_time(self.engine, staleness, reads_again=reads_again and staleness > 0)
 

@@ -11,7 +11,7 @@ BLOCK, WARPS = 2048, 8
 
 
 def add_both(total: Tensor, first: Tensor, second: Tensor) -> None:
-    """Add two to a total, in float32 and rounded once. Twin of `total.add_(one + other)`; all are flat."""
+    """Add two tensors to a total, in float32 and rounded once. Twin of `total.add_(first + second)`; all are flat."""
     elements = total.numel()
     if elements:
         _add_both_kernel[(triton.cdiv(elements, BLOCK),)](total, first, second, elements, BLOCK, num_warps=WARPS)
