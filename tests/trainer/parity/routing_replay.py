@@ -49,6 +49,8 @@ class ReplayedRank:
     trained: TrainedRank
     # Of each step.
     disagreement: tuple[float, ...]
+    # The same of the first step, layer by layer.
+    layer_disagreement: tuple[float, ...]
     # Log-probabilities of the first step's documents before it was learned: of those of this rank, by number.
     outputs: dict[int, Array]
 
@@ -195,7 +197,11 @@ def train_replayed(cell: Cell, folder: Path) -> ReplayedRank:
         stop_groups()
     steps = StepMeasurements(tuple(one.loss for one in results), tuple(one.gradient_norm for one in results))
     disagreement = tuple(one.metrics.get("routingDisagreement", 0.0) for one in results)
-    return ReplayedRank(TrainedRank(steps, gradients, weights, {}), disagreement, outputs)
+    counts = results[0].expert_counts
+    assert counts is not None
+    assert counts.disagreement is not None
+    layers = tuple(counts.disagreement.tolist())
+    return ReplayedRank(TrainedRank(steps, gradients, weights, {}), disagreement, layers, outputs)
 
 
 def replayed_once(cell: Cell, folder: Path, gradients: Path) -> tuple[float, float, float]:

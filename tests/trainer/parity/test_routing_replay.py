@@ -92,6 +92,10 @@ def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> 
     # Three random ones of eight experts: a router's own are among them three times in eight.
     assert all(0.5 < share < 0.75 for rank in ranks for share in rank.disagreement)
     assert {rank.disagreement for rank in ranks} == {ranks[0].disagreement}
+    # Each layer replays as many choices.
+    for rank in ranks:
+        np.testing.assert_allclose(np.mean(rank.layer_disagreement), rank.disagreement[0], rtol=1e-9)
+        assert len(set(rank.layer_disagreement)) > 1
 
 
 @pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.QWEN2_MOE, Family.DEEPSEEK_V3])

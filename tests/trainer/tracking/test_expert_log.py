@@ -8,11 +8,9 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from moejob_trainer.runtime.fencing import FenceToken
-from moejob_trainer.tracking.expert_log import append_expert_counts, is_recorded_step, mend_expert_log
-from moejob_trainer.tracking.signal_log import SignalLog
+from moejob_trainer.tracking.expert_log import append_expert_counts, expert_line, is_recorded_step, mend_expert_log
 from moejob_trainer.training import ExpertCounts
 
 
@@ -24,7 +22,7 @@ def test_steps_that_are_recorded_get_rarer_with_every_doubling() -> None:
 
 
 def test_a_line_has_the_choices_of_every_expert(tmp_path: Path) -> None:
-    counts = ExpertCounts((1, 2), np.array([[3, 0, 5], [2, 2, 4]]))
+    counts = ExpertCounts((1, 2), np.array([[3, 0, 5], [2, 2, 4]]), per_token=2)
     append_expert_counts(tmp_path, 7, FenceToken(2, 1), counts)
     with (tmp_path / "experts.jsonl").open("a") as file:
         file.write('{"step": 8, "ex')
@@ -33,11 +31,9 @@ def test_a_line_has_the_choices_of_every_expert(tmp_path: Path) -> None:
     line = json.loads(text)
     choices = np.frombuffer(zlib.decompress(base64.b64decode(line.pop("choices"))), "<u4")
     assert choices.tolist() == [3, 0, 5, 2, 2, 4]
-    assert line == {"step": 7, "attempt": 2, "restart": 1, "layers": [1, 2], "experts": 3}
+    assert line == {"step": 7, "attempt": 2, "restart": 1, "layers": [1, 2], "experts": 3, "expertsPerToken": 2}
 
 
-def test_a_router_that_stays_collapsed_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    signals = SignalLog(None)
-    for collapsed_layers in (1, 1, 0, 1, 1, 1, 1, 2, 1, 1):
-        signals.note_step({"collapsedLayers": collapsed_layers})
-    assert [record.getMessage()[:11] for record in caplog.records] == ["in 2 layers"]
+def test_a_line_has_the_disagreement_of_engine_and_trainer_where_choices_are_replayed() -> None:
+    counts = ExpertCounts((1, 2), np.array([[3, 0, 5], [2, 2, 4]]), 2, np.array([0.25, 1 / 3]))
+    assert json.loads(expert_line(7, FenceToken(2, 1), counts))["disagreement"] == [0.25, 0.333333]

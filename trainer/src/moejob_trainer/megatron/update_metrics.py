@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moejob_api.job.moe import MoE
 from moejob_api.models.shape import Experts
+from moejob_api.router_health import COLLAPSED_CHOICES
 from moejob_trainer.distributed.collectives import sum_over_group
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.routing import Routing, expert_load
@@ -27,11 +30,6 @@ from moejob_trainer.training import ExpertCounts
 # Columns of a layer's counters, behind the tokens of each of its E experts.
 _LOSS, _DROPPED, _ENTROPY, _REPLAYED, _DIFFERING = -5, -4, -3, -2, -1
 _SUMS = 5
-
-
-# A layer is collapsed when its tokens choose nearly the same experts: exp(entropy) of its load is their number, and k
-# are the fewest that there can be.
-_COLLAPSED_CHOICES = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,9 @@ class UpdateMetrics:
         if self.model.routing is None or not layers[:, :-_SUMS].any():
             return CollectedMetrics(peak)
         choices = layers[:, :-_SUMS].round().to(torch.int64).numpy()
-        counts = ExpertCounts(tuple(self._moe_layers()), choices)
-        return CollectedMetrics(peak | self._routing_metrics(layers, self.model.routing), counts)
+        routing = self.model.routing
+        counts = ExpertCounts(tuple(self._moe_layers()), choices, routing.per_token, _layer_disagreement(layers))
+        return CollectedMetrics(peak | self._routing_metrics(layers, routing), counts)
 
     def _routing_metrics(self, layers: Tensor, routing: Routing) -> dict[str, float]:
         """Return the metrics of routing from counters [layers, E + sums]."""
@@ -72,7 +71,7 @@ class UpdateMetrics:
         worst = int(loads.imbalance.argmax())
         # exp(entropy) / E is the share of experts that would do the same work if each of them had equally much.
         use = torch.exp((loads.entropy - 1) * math.log(max(routing.experts, 2)))
-        fewest = _COLLAPSED_CHOICES * routing.per_token
+        fewest = COLLAPSED_CHOICES * routing.per_token
         # Counted, not tokens times layers: MTP modules have fewer tokens.
         decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
         numbers = {
@@ -119,3 +118,12 @@ class UpdateMetrics:
                 moe = getattr(layer, "moe", None)
                 if isinstance(moe, MoELayer):
                     yield index, moe.balance
+
+
+def _layer_disagreement(layers: Tensor) -> NDArray[np.float64] | None:
+    """Return the share of replayed choices of each layer that its router would not have made; None without a replay."""
+    replayed = layers[:, _REPLAYED]
+    if not replayed.any():
+        return None
+    shares: NDArray[np.float64] = (layers[:, _DIFFERING] / replayed.clamp(min=1)).numpy()
+    return shares

@@ -29,7 +29,10 @@ def expert_line(step: int, token: FenceToken, counts: ExpertCounts) -> str:
     """Return the line of a step. Choices are unsigned 32-bit numbers, layer by layer, least byte first."""
     choices = base64.b64encode(zlib.compress(counts.choices.astype("<u4").tobytes())).decode()
     fields = {"step": step, "attempt": token.attempt, "restart": token.restart, "layers": counts.layers}
-    return json.dumps(fields | {"experts": counts.choices.shape[1], "choices": choices}) + "\n"
+    fields |= {"experts": counts.choices.shape[1], "expertsPerToken": counts.per_token}
+    if counts.disagreement is not None:
+        fields["disagreement"] = [round(float(share), 6) for share in counts.disagreement]
+    return json.dumps(fields | {"choices": choices}) + "\n"
 
 
 def append_expert_counts(folder: Path, step: int, token: FenceToken, counts: ExpertCounts) -> None:

@@ -18,12 +18,15 @@ from moejob_api.contract.pods import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, 
 from moejob_api.hardware import TERA, gpu_hardware
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.job.status import HubCommit
+from moejob_api.router_health import health_measures
 from moejob_trainer.runtime.disk import Disk, cut_half_line, explain_failure
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming
 from moejob_trainer.tracking import Tracker
 from moejob_trainer.tracking.expert_log import append_expert_counts, is_recorded_step, mend_expert_log
+from moejob_trainer.tracking.router_watch import RouterWatch
+from moejob_trainer.tracking.signal_log import RouterLog
 from moejob_trainer.training import UpdateResult
 
 STEP_LOG = RunFile.STEPS.value
@@ -109,6 +112,8 @@ class Reporter:
     _start: StartTiming | None = field(init=False, default=None)
     # Numbers that only some lines have; progress shows the newest of them.
     _lasting: dict[str, Any] = field(init=False, default_factory=dict)
+    _routers: RouterWatch = field(init=False, default_factory=RouterWatch)
+    _router_log: RouterLog = field(init=False, default_factory=RouterLog)
 
     def start(self, start: StartTiming | None = None, earlier_metrics: Mapping[str, float] | None = None) -> None:
         """Start the clock of the first step; the time before it is reported separately.
@@ -143,10 +148,13 @@ class Reporter:
         self.writer.write_step(step, line)
         if self.writer.is_first:
             self.note(line)
+            self._note_routers(step, results[-1])
             self._lasting |= {**start_fields, **evaluated}
             last_result = replace(results[-1], loss=means["loss"], metrics=metrics)
             progress = self._build_run_progress(step, last_result, speed, now - self._began_at)
-            self._report_progress(progress.model_copy(update={"measures": _status_measures({**self._lasting, **line})}))
+            # What a status needs comes first: a report has room for some measures only.
+            measures = {**health_measures(self._routers.collapsed_layers), **self._lasting, **line}
+            self._report_progress(progress.model_copy(update={"measures": _status_measures(measures)}))
         # The time of an evaluation belongs to no step.
         self._step_began_at = self.clock()
 
@@ -170,6 +178,11 @@ class Reporter:
         total_steps = self.total_steps if stopped_at is None else stopped_at
         final_fields = {"total_steps": total_steps, "last_checkpoint_step": step, "save_seconds": last_save_seconds}
         self._report_progress(last_progress.model_copy(update=final_fields))
+
+    def _note_routers(self, step: int, result: UpdateResult) -> None:
+        if result.expert_counts is not None:
+            self._routers.note_step(result.expert_counts)
+            self._router_log.note_layers(step, self._routers.collapsed_layers)
 
     def _evaluate_step(self, step: int, began_at: float) -> Mapping[str, float]:
         metrics = self.evaluate(step)

@@ -1,4 +1,4 @@
-"""Warnings in rank 0's log: routers that collapse, GRPO that learns nothing. Each once in a start of the ranks."""
+"""Warnings in rank 0's log: routers that collapse or recover, GRPO that learns nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from moejob_api.job.grpo import Grpo
 from moejob_api.learning_signals import WINDOW_STEPS, SignalKind, weak_signals
+from moejob_api.router_health import collapse_text, layers_text
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,9 @@ class SignalLog:
     grpo: Grpo | None
     _steps: list[LoggedRewards] = field(init=False, default_factory=list)
     _warned: set[SignalKind] = field(init=False, default_factory=set)
-    # Steps in a row with a collapsed layer.
-    _collapsed_steps: int = field(init=False, default=0)
 
     def note_step(self, line: Mapping[str, Any]) -> None:
-        """Add the line of a step, and log each kind of warning the first time that it applies."""
-        self._note_routers(line)
+        """Add the line of a step, and log each kind of warning once in a start of the ranks."""
         if self.grpo is None:
             return
         reward, groups = line.get("reward", nan), line.get("groups", 0)
@@ -49,13 +47,24 @@ class SignalLog:
                 self._warned.add(signal.kind)
                 log.warning("%s", signal.message)
 
-    def _note_routers(self, line: Mapping[str, Any]) -> None:
-        collapsed_layers = line.get("collapsedLayers", 0)
-        self._collapsed_steps = self._collapsed_steps + 1 if collapsed_layers else 0
-        if self._collapsed_steps == WINDOW_STEPS:
+
+@dataclass(slots=True)
+class RouterLog:
+    """Logs each change of the set of collapsed layers."""
+
+    _layers: tuple[int, ...] = field(init=False, default=())
+
+    def note_layers(self, step: int, layers: tuple[int, ...] | None) -> None:
+        """Log the layers that have collapsed or recovered since the last step; None when nothing is known yet."""
+        if layers is None or layers == self._layers:
+            return
+        collapsed, recovered = sorted({*layers} - {*self._layers}), sorted({*self._layers} - {*layers})
+        if collapsed:
             log.warning(
-                "in %d layers nearly all tokens have chosen the same experts for %d steps: the router has collapsed; "
-                "turn moe.balancing on, raise its coefficient, or lower the learning rate",
-                collapsed_layers,
-                WINDOW_STEPS,
+                "step %d: %s; turn moe.balancing on, raise its coefficient, or lower the learning rate",
+                step,
+                collapse_text(collapsed),
             )
+        if recovered:
+            log.warning("step %d: %s recovered: tokens spread over their experts again", step, layers_text(recovered))
+        self._layers = layers

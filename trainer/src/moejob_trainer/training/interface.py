@@ -52,11 +52,15 @@ class ExpertCounts:
     """The choices of every expert of every layer in one update, over all ranks.
 
     choices: those of a layer add up to its tokens times the experts of a token. [layers, E]
+
+    disagreement: the share of choices replayed from engines that the router would not have made. [layers]
     """
 
     # Numbers of the layers with experts; MTP modules come behind the last layer.
     layers: tuple[int, ...]
     choices: NDArray[np.int64]
+    per_token: int
+    disagreement: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
