@@ -25,6 +25,7 @@ from diagnosis_bodies import (
     workload,
 )
 from moejob_api.diagnosis.blockers import Blocker
+from moejob_api.router_health import collapse_text
 
 # What follows the reasons of nodes in every sentence of the scheduler.
 PREEMPTION = (
@@ -87,6 +88,28 @@ STORIES: tuple[Story, ...] = (
     Story(
         "a job that trains has nothing in its way",
         job("Running", ("AllPodsRun", "every trainer pod runs")),
+        (pod(0, condition("Ready", "True", ""), node="gpu-1", phase="Running"),),
+        None,
+    ),
+    Story(
+        "a job trains with routers that have collapsed",
+        job(
+            "Running",
+            ("AllPodsRun", "every trainer pod runs"),
+            conditions=(condition("RouterCollapsed", "True", "ExpertsUnused", collapse_text((3, 4, 5, 12))),),
+        ),
+        (pod(0, condition("Ready", "True", ""), node="gpu-1", phase="Running"),),
+        Blocker.ROUTER_COLLAPSED,
+        "the routers of layers 3-5 and 12 collapsed: for 5 steps in a row nearly all tokens chose the same experts, or "
+        "half of the experts got no token",
+    ),
+    Story(
+        "a job trains with routers that have recovered",
+        job(
+            "Running",
+            ("AllPodsRun", "every trainer pod runs"),
+            conditions=(condition("RouterCollapsed", "False", "Recovered"),),
+        ),
         (pod(0, condition("Ready", "True", ""), node="gpu-1", phase="Running"),),
         None,
     ),

@@ -84,6 +84,8 @@ class EventReason(StrEnum):
     POD_FORCE_DELETED = "PodForceDeleted"
     ROLLOUT_REPLACED = "RolloutReplaced"
     UNKNOWN_POD_DELETED = "UnknownPodDeleted"
+    ROUTER_COLLAPSED = "RouterCollapsed"
+    ROUTER_RECOVERED = "RouterRecovered"
 
 
 @dataclass(frozen=True, slots=True)

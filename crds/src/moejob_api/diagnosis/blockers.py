@@ -108,6 +108,7 @@ class Blocker(StrEnum):
     REWARD_AWAY = "RewardAway"
     REWARD_FAILED = "RewardFailed"
     ENGINE_NOT_READY = "EngineNotReady"
+    ROUTER_COLLAPSED = "RouterCollapsed"
     CONFIGURATION_REFUSED = "ConfigurationRefused"
     BACKOFF_EXHAUSTED = "BackoffExhausted"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -482,6 +483,12 @@ ADVICE: Mapping[Blocker, Advice] = MappingProxyType(
             _SHORT,
             "ranks wait for engines; the operator replaces an engine that ends",
             "`kubectl logs {object} -n {namespace}`, with `--previous` where it has ended, has the words of the engine",
+        ),
+        Blocker.ROUTER_COLLAPSED: Advice(
+            _UNDERWAY,
+            "the run continues with the experts that are left, and may learn little",
+            "look at the load of experts with `moejob board`; stop the job, and continue from an earlier checkpoint "
+            "with moe.balancing on, a larger moe.auxLossCoefficient or a smaller training.optimizer.learningRate",
         ),
         Blocker.CONFIGURATION_REFUSED: Advice(
             _CHANGE, _RESTARTED, "change what the message names, then create the job again"

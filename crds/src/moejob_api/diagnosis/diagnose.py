@@ -155,6 +155,9 @@ def _running_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
     yield from engine_findings(pods)
     if running is not None:
         yield from _condition_findings(running, evidence, has_pods=True)
+    collapsed = _written_condition(evidence.job.status, ConditionType.ROUTER_COLLAPSED)
+    if collapsed is not None and collapsed.status is ConditionStatus.TRUE:
+        yield Finding(Blocker.ROUTER_COLLAPSED, collapsed.message, _since_of(collapsed))
 
 
 def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ class ConditionType(StrEnum):
     FAILED = "Failed"
     SUSPENDED = "Suspended"
     RESTARTING = "Restarting"
+    ROUTER_COLLAPSED = "RouterCollapsed"
 
 
 class ConditionStatus(StrEnum):

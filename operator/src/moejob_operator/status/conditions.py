@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
+from moejob_api.router_health import collapse_text, reported_layers
 from moejob_operator.children.attempt import claim_name
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.observed_state import ObservedState
@@ -59,6 +60,7 @@ def _draft_conditions(s: ObservedState, decision: Decision, progress: Progress |
         yield _DraftCondition(
             ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved"
         )
+    yield from _drafts_of_routers(s)
     yield from _drafts_of_phase(decision, _resume_advice(s, progress))
 
 
@@ -80,6 +82,20 @@ def _draft_pods_created(s: ObservedState, decision: Decision) -> _DraftCondition
     if decision.pods_created:
         return _DraftCondition(ConditionType.PODS_CREATED, True, "AllPodsExist")
     return _DraftCondition(ConditionType.PODS_CREATED, False, decision.reason, decision.message)
+
+
+def _drafts_of_routers(s: ObservedState) -> Iterator[_DraftCondition]:
+    """Yield what the last report says of routers, from the first collapse on; without a report nothing changes."""
+    before, run = written_condition(s.status, ConditionType.ROUTER_COLLAPSED), s.run_progress
+    layers = None if run is None else reported_layers(run.measures)
+    if layers:
+        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, True, "ExpertsUnused", collapse_text(layers))
+    elif before is not None and layers is not None:
+        recovered = "tokens spread over the experts of every layer again"
+        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, False, "Recovered", recovered)
+    elif before is not None:
+        is_true = before.status is ConditionStatus.TRUE
+        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, is_true, before.reason, before.message)
 
 
 def _resume_advice(s: ObservedState, progress: Progress | None) -> str:

@@ -31,6 +31,7 @@ def transition_events(before: Status, after: Status) -> tuple[Event, ...]:
         *_restart_events(before, after),
         *_phase_events(before, after),
         *_wait_events(before, after),
+        *_router_events(before, after),
     )
 
 
@@ -104,6 +105,16 @@ def _wait_events(before: Status, after: Status) -> Iterator[Event]:
     # Volumes are made while the job starts.
     severity = Severity.NORMAL if running.reason == Reason.CLAIM_PENDING else Severity.WARNING
     yield Event(severity, running.reason, running.message)
+
+
+def _router_events(before: Status, after: Status) -> Iterator[Event]:
+    """Yield an event when the first router collapses and when the last one recovers; the condition follows the rest."""
+    kind = ConditionType.ROUTER_COLLAPSED
+    was, is_now = is_condition_true(before, kind), is_condition_true(after, kind)
+    if is_now and not was:
+        yield Event(Severity.WARNING, EventReason.ROUTER_COLLAPSED, _condition_message(after, kind))
+    elif was and not is_now:
+        yield Event(Severity.NORMAL, EventReason.ROUTER_RECOVERED, _condition_message(after, kind))
 
 
 def _condition_message(status: Status, kind: ConditionType) -> str:
