@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ def has_float8() -> bool:
 
 
 @cache
-def trained(device: str, dtype: str, memory: str = "{}", precision: str = "{}") -> dict[str, list[float]]:
-    command = [sys.executable, str(PROGRAM), device, dtype, memory, precision]
+def trained(
+    device: str, dtype: str, memory: str = "{}", precision: str = "{}", implementation: str = "Native"
+) -> dict[str, list[float]]:
+    command = [sys.executable, str(PROGRAM), device, dtype, memory, precision, implementation]
     # A thread for each of many cores only waits for the others, and tests beside one another have as many each.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -54,6 +57,14 @@ def test_a_gpu_trains_what_the_cpu_trains(dtype: str, within: float) -> None:
     assert here["losses"] == pytest.approx(reference["losses"], rel=within)
     assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
     assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
+
+
+@pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge")
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 2e-4), ("bfloat16", 2e-2)])
+def test_megatrons_own_model_trains_on_a_gpu_what_ours_trains_on_the_cpu(dtype: str, within: float) -> None:
+    here, reference = trained("cuda", dtype, implementation="Megatron"), of_one_cpu()
+    assert here["losses"] == pytest.approx(reference["losses"], rel=within)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
 
 
 @pytest.mark.skipif(not has_float8(), reason="needs a GPU that multiplies FP8 numbers")

@@ -1,6 +1,6 @@
 """Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
 
-python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}'
+python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}' Megatron
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.data.packing import batch_plan, build_global_batch  # noqa: E402
 from moejob_trainer.layers import routing  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
-from moejob_trainer.megatron.stages import build_stages  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine, TrainingPlacement  # noqa: E402
 from moejob_trainer.megatron.weights import initialise_weights  # noqa: E402
 from moejob_trainer.model.architecture import read_architecture  # noqa: E402
 from moejob_trainer.model.parameters import model_parameters  # noqa: E402
 from moejob_trainer.objectives.losses import cross_entropy  # noqa: E402
+from moejob_trainer.setup.training_engine import build_model_stages  # noqa: E402
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402
 
 STEPS = 8
@@ -41,21 +41,27 @@ STEPS = 8
 SEED = 17
 
 
-def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mapping[str, object]) -> None:
+def main(
+    device: str,
+    dtype: str,
+    memory: Mapping[str, object],
+    precision: Mapping[str, object],
+    implementation: str = "Native",
+) -> None:
     """Trains and prints losses, gradient norms, and on a CPU how far from a tie each layer's tokens were, as JSON."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cpu":
         use_cpu()
-    model = read_architecture(dict(catalog.find_config("moejob/tiny-moe") or {}))
-    spec = make_job(dtype, device, memory=memory, precision=precision)
+    config = dict(catalog.find_config("moejob/tiny-moe") or {})
+    model = read_architecture(config)
+    spec = make_job(dtype, device, memory=memory, precision=precision, implementation=implementation)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
-    stages = build_stages(model, spec, layout, groups, torch.device(device))
+    placement = TrainingPlacement(groups, torch.device(device))
+    stages = build_model_stages(config, model, spec, layout, placement)
     initialise_weights(stages, model_parameters(model.shape), groups, SEED)
-    engine = MegatronTrainingEngine(
-        model, spec, stages, TrainingPlacement(groups, torch.device(device)), lambda _: 2e-3
-    )
+    engine = MegatronTrainingEngine(model, spec, stages, placement, lambda _: 2e-3)
     with distances_from_ties() as distances:
         results = [engine.update(global_batches(step, spec)[0], loss) for step in range(STEPS)]
     found = {"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results], "distances": distances}
@@ -101,13 +107,14 @@ def make_job(
     memory: Mapping[str, object] | None = None,
     moe: Mapping[str, object] | None = None,
     precision: Mapping[str, object] | None = None,
+    implementation: str = "Native",
 ) -> Spec:
     """The job that is trained here."""
     return Spec.model_validate_json(
         json.dumps(
             {
                 "method": "SFT",
-                "model": {"source": "moejob/tiny-moe", "dtype": dtype},
+                "model": {"source": "moejob/tiny-moe", "dtype": dtype, "implementation": implementation},
                 "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
                 "parallelism": dict(parallelism or {}),
                 "memory": dict(memory or {}),
@@ -126,4 +133,4 @@ def make_job(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(json.loads(given) for given in sys.argv[3:5]))
+    main(sys.argv[1], sys.argv[2], *(json.loads(given) for given in sys.argv[3:5]), *sys.argv[5:])
