@@ -18,7 +18,6 @@ operator := .venv/operator/bin
 trainer := .venv/trainer/bin
 trainer_gpu := .venv/trainer-gpu/bin
 rollout := .venv/rollout/bin
-bridge := .venv/bridge/bin
 
 # `##` marks a daily target, `#:` a rare one.
 targets = sed -n 's/^\([a-z-]*\):.*$(1) \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -43,7 +42,6 @@ trainer_built := $(call built,trainer,crds trainer)
 trainer_gpu_built := $(call built,trainer-gpu,crds trainer)
 rollout_built := $(call built,rollout,crds rollout)
 peft_built := $(call built,peft)
-bridge_built := $(call built,bridge,crds trainer)
 docs_built := $(call built,docs,crds operator client cli)
 trl_built := $(call built,trl)
 mlflow_built := $(call built,mlflow)
@@ -64,9 +62,6 @@ $(rollout_built):
 $(peft_built):
 	@scripts/environment peft $@
 
-$(bridge_built):
-	@scripts/environment bridge $@ crds trainer
-
 $(docs_built):
 	@scripts/environment docs $@ crds operator client cli
 
@@ -84,9 +79,6 @@ setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environm
 	@:
 
 setup-gpu: $(operator_built) $(trainer_gpu_built) #: Build the environment that trains on this machine's GPUs
-	@:
-
-setup-megatron: $(operator_built) $(bridge_built) #: Build the environment that reads and writes Megatron's checkpoints
 	@:
 
 
@@ -136,7 +128,7 @@ tested = scripts/tested $@ $(1)/pytest $(2) $(ARGS)
 tested_targets := test-operator test-trainer test-nodes test-cluster test-bridge test-rollout
 
 # Every target runs, also after a failure. CONTRIBUTING.md, "How `make test` shares two cores", has the order's reasons.
-test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU, and print a table
+test: $(operator_built) $(trainer_built) $(rollout_built) ## Run every test that needs no GPU, and print a table
 	@rm -rf $(patsubst %,.pytest_cache/%/table,$(tested_targets))
 	@failed=0; \
 	$(MAKE) --keep-going test-operator test-trainer || failed=1; \
@@ -144,7 +136,7 @@ test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run
 	$(PYTHON) scripts/test_table.py $(tested_targets) && exit $$failed
 
 # Nodes take longest, so the targets beside them get the smaller share of the cores.
-test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
+test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built)
 	@failed=0; \
 	nice -n 10 $(MAKE) --jobs=1 test-cluster || failed=1; \
 	nice -n 10 $(two_at_a_time) --keep-going test-bridge test-rollout || failed=1; \
@@ -159,21 +151,17 @@ test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(ml
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
 # Thirteen minutes.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) $(peft_built) $(real_built) #: Test the families and layouts that make test leaves out
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built) $(real_built) #: Test the families and layouts that make test leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
-	@$(bridge)/pytest tests/bridge -m thorough $(ARGS)
 
 # test-trainer runs one seed.
 test-learning: $(trainer_built) #: Test on three seeds that GRPO learns, also from older answers
 	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
 # One process: the import of Megatron-Bridge takes as long as its tests.
-# Rows of Megatron's own models, which only this environment has, and with them the few of ours.
-megatron_parity := tests/trainer/parity/test_parity.py::test_a_layout_trains_what_transformers_trains \
-	tests/trainer/parity/test_parity.py::test_one_rank_trains_what_transformers_trains
-test-bridge: $(bridge_built) $(operator_built) ## Test conversion to and from Megatron's checkpoints
-	@$(call tested,$(bridge),tests/bridge tests/trainer/megatron_models $(megatron_parity) -m "not thorough")
+test-bridge: $(trainer_built) $(operator_built) ## Test conversion to and from Megatron's checkpoints
+	@$(call tested,$(trainer),tests/bridge)
 
 # Resumed weights and moments are compared to the bit; the printed errors are those of losses.
 matrix: $(trainer_built) #: Train and resume in every layout; print each error
@@ -325,7 +313,6 @@ lock: #: Pin and hash the closures of requirements/*.in
 	$(call lock,rollout,$(trainer_pythons),rollout,tools)
 	$(call lock,trainer-gpu,$(trainer_pythons),trainer trackers gpu,trainer tools)
 	$(call lock,peft,$(trainer_pythons),trainer peft,trainer tools)
-	$(call lock,bridge,$(trainer_pythons),trainer bridge,trainer tools)
 	$(call lock,trl,$(trainer_pythons),trainer trl,trainer tools)
 	$(call lock,mlflow,$(trainer_pythons),mlflow,trainer tools)
 	$(call lock,real,$(trainer_pythons),real,trainer tools)
@@ -334,7 +321,7 @@ lock: #: Pin and hash the closures of requirements/*.in
 	$(call lock,docs,$(pythons),operator docs,operator tools)
 	$(call lock,audit,$(pythons),audit,tools)
 
-# HOLD="torch datasets" leaves these as they are pinned: the next torch is 3 GB. Bridge and vLLM follow by hand.
+# HOLD="torch datasets" leaves these as they are pinned: the next torch is 3 GB. vLLM follows by hand.
 try-next: #: Train with the newest versions of what the trainer pins, in .venv/next
 	@scripts/try_next $(HOLD)
 
@@ -354,7 +341,7 @@ clean: #: Remove the environments and build output; the cache stays
 		$(foreach dist,crds operator trainer rollout client cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout client cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-gpu setup-megatron fmt lint types operator-types trainer-types rollout-types generate \
+.PHONY: help setup setup-gpu fmt lint types operator-types trainer-types rollout-types generate \
 	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \
 	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
 	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \

@@ -25,7 +25,7 @@ def test_every_environment_variable_of_the_code_is_there() -> None:
 
 def test_a_variable_that_one_package_reads_has_a_meaning() -> None:
     rows = dict(re.findall(r"^\| `(MOEJOB_\w+)` \| `[\w.]+` \| (.*) \|$", PAGES["reference/contract.md"], re.MULTILINE))
-    assert {"MOEJOB_DEBUG", "MOEJOB_TRAINER_PYTHON", "MOEJOB_MEGATRON_PYTHON"} <= rows.keys()
+    assert {"MOEJOB_DEBUG", "MOEJOB_TRAINER_PYTHON"} <= rows.keys()
     assert [name for name, meaning in rows.items() if not meaning] == []
 
 

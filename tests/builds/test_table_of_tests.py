@@ -21,7 +21,7 @@ TARGETS = {
     "test-bridge": "tests/bridge",
     "test-rollout": "tests/rollout",
 }
-ENVIRONMENTS = ("operator", "trainer", "rollout", "bridge", "peft", "trl", "mlflow")
+ENVIRONMENTS = ("operator", "trainer", "rollout", "peft", "trl", "mlflow")
 PASSES = "def test_passes(): pass\n"
 FAILS = "def test_fails(): assert 1 == 2\n"
 SKIPS = "import pytest\n\n@pytest.mark.skip\ndef test_skips(): pass\n"
@@ -44,7 +44,6 @@ def tree(tmp_path: Path) -> Path:
     copyfile(ROOT / "Makefile", tmp_path / "Makefile")
     for folder in ("cli", "operator", "chart", "builds"):
         (tmp_path / "tests" / folder).mkdir(parents=True)
-    (tmp_path / "tests/trainer/megatron_models").mkdir(parents=True)
     for folder in TARGETS.values():
         write_test(tmp_path, folder, PASSES)
     return tmp_path
@@ -60,9 +59,8 @@ def make_test(tree: Path, *, second_chance: bool = False, **variables: str) -> s
     environment = {name: value for name, value in os.environ.items() if not re.match("MAKE|MFLAGS|PYTEST|MOEJOB", name)}
     if second_chance:
         environment["MOEJOB_SECOND_CHANCE"] = "1"
-    # Rows of another folder, which this tree lacks.
-    there: Mapping[str, str] = {f"{name}_built": "" for name in ENVIRONMENTS} | {"megatron_parity": ""}
-    there = {**there, **{name: str(Path(sys.executable).parent) for name in ENVIRONMENTS[:4]}, **variables}
+    there: Mapping[str, str] = {f"{name}_built": "" for name in ENVIRONMENTS}
+    there = {**there, **{name: str(Path(sys.executable).parent) for name in ENVIRONMENTS[:3]}, **variables}
     command = [
         "make",
         "test",
@@ -100,12 +98,12 @@ def test_a_target_that_fails_keeps_no_other_from_being_tried(tree: Path) -> None
 
 def test_a_target_that_ends_without_a_report_is_no_success(tree: Path) -> None:
     write_test(tree, "tests/trainer", "import os\n\ndef test_dies(): os._exit(0)\n")
-    ended = make_test(tree, bridge="/nowhere")
+    ended = make_test(tree, rollout="/nowhere")
     assert ended.returncode != 0
     seen = rows(ended.stdout)
     assert seen["test-trainer"] == ["0", "0", "0", "NO REPORT, status 0"]
-    assert seen["test-bridge"] == ["0", "0", "0", "NO REPORT, status 127"]
-    assert seen["test-rollout"] == ["1", "0", "0", "passed"]
+    assert seen["test-rollout"] == ["0", "0", "0", "NO REPORT, status 127"]
+    assert seen["test-bridge"] == ["1", "0", "0", "passed"]
 
 
 def test_a_target_that_never_starts_is_in_the_table(tree: Path) -> None:

@@ -1,7 +1,6 @@
-"""`moejob import` and `moejob export`: starts the Python of the environment that knows the formats.
+"""`moejob import` and `moejob export`: starts the trainer's Python, which knows the formats.
 
-The trainer's environment makes a Hugging Face folder of a run's checkpoint. The environment of Megatron-Bridge makes a
-Megatron checkpoint of that folder.
+One of its modules makes a Hugging Face folder of a run's checkpoint, another a Megatron checkpoint of that folder.
 """
 
 from __future__ import annotations
@@ -16,15 +15,7 @@ from pathlib import Path
 from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_cli.running.machine import CannotRun, installed_trainer
 
-# Python that Megatron-Bridge is installed in, for `moejob import` and `export`; else .venv/bridge of the checkout.
-MEGATRON_PYTHON = "MOEJOB_MEGATRON_PYTHON"
 CONFIG = "config.json"
-# Where an editable installation finds its checkout.
-_CHECKOUT = Path(__file__).parents[3]
-_CHECK_BRIDGE = (
-    "import importlib.util as u, sys; "
-    "sys.exit(0 if all(map(u.find_spec, ('moejob_trainer.interchange', 'megatron.bridge'))) else 3)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +48,8 @@ class CheckpointChoice:
 
 
 def run_conversion(arguments: Sequence[str | Path], environ: Mapping[str, str] = os.environ) -> Conversion:
-    """Run a conversion in the environment of Megatron-Bridge."""
-    try:
-        python = megatron_python(environ)
-    except CannotRun as refused:
-        return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
-    return _run_program([python, "-W", "ignore", "-m", "moejob_trainer.interchange", *arguments], environ)
+    """Run a conversion from or to Megatron's checkpoints."""
+    return _run_module("moejob_trainer.interchange", arguments, environ)
 
 
 def export_checkpoint(
@@ -72,12 +59,7 @@ def export_checkpoint(
     if (run / CONFIG).is_file():
         message = f"{run} is a Hugging Face folder already; name the folder of a run, or add --to megatron"
         return Conversion(ExitCode.BAD_CONFIGURATION, message)
-    try:
-        python = installed_trainer(environ)
-    except CannotRun as refused:
-        return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
-    module = "moejob_trainer.checkpoint_export"
-    return _run_program([python, "-W", "ignore", "-m", module, run, "--out", out, *wanted.arguments], environ)
+    return _run_module("moejob_trainer.checkpoint_export", [run, "--out", out, *wanted.arguments], environ)
 
 
 def export_to_megatron(
@@ -87,11 +69,6 @@ def export_to_megatron(
     folder = next((place for place in (run, run / RunFile.EXPORT) if (place / CONFIG).is_file()), None)
     if folder is not None and wanted == CheckpointChoice():
         return run_conversion(["export", folder, "--out", out], environ)
-    try:
-        # Fail now, and not after minutes of reading and writing.
-        megatron_python(environ)
-    except CannotRun as refused:
-        return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
     model_folder = out.with_name(f".{out.name}.model")
     try:
         exported = export_checkpoint(run, model_folder, wanted, environ)
@@ -105,23 +82,12 @@ def export_to_megatron(
         shutil.rmtree(model_folder, ignore_errors=True)
 
 
-def _run_program(command: Sequence[str | Path], environ: Mapping[str, str]) -> Conversion:
+def _run_module(module: str, arguments: Sequence[str | Path], environ: Mapping[str, str]) -> Conversion:
+    """Run a module of the trainer in its environment."""
+    try:
+        python = installed_trainer(environ)
+    except CannotRun as refused:
+        return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
+    command = [python, "-W", "ignore", "-m", module, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environ))
     return Conversion(process.returncode, (process.stderr if process.returncode else process.stdout).strip())
-
-
-def megatron_python(environ: Mapping[str, str], checkout: Path = _CHECKOUT) -> Path:
-    """Return the Python that has Megatron-Bridge: the one that was named, else the project's own."""
-    configured_python = environ.get(MEGATRON_PYTHON)
-    # The path is not resolved: Python finds its virtual environment by the link that started it.
-    python = Path(configured_python) if configured_python else checkout / ".venv/bridge/bin/python"
-    fix = (
-        f"run `make setup-megatron` in the checkout of moejob, or set {MEGATRON_PYTHON} to the Python of an "
-        "environment with moejob-trainer[megatron]"
-    )
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        raise CannotRun(f"Megatron-Bridge is not here: {python} is no program; {fix}")
-    process = subprocess.run([python, "-c", _CHECK_BRIDGE], capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise CannotRun(f"{python} has no Megatron-Bridge; {fix}")
-    return python.absolute()

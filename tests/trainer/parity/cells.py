@@ -11,12 +11,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,7 +23,6 @@ from builders import merge_sections, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
-from moejob_api.job.model import Implementation
 from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.sizes import derive_layout as layout_of
@@ -181,11 +178,6 @@ class Cell:
             "resources": {"accelerator": "CPU", "cpu": 1, "memory": "64Gi"},
         }
         return spec(**merge_sections(base, self.sections))
-
-    def skip_without_bridge(self) -> None:
-        """Skip the test where Megatron's own models are to compute and Megatron-Bridge is not installed."""
-        if self.spec().model.implementation is Implementation.MEGATRON and find_spec("megatron.bridge") is None:
-            pytest.skip("needs Megatron-Bridge")
 
     def ranks(self) -> int:
         """Ranks that it takes."""

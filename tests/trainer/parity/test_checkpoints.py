@@ -137,7 +137,6 @@ class Matrix:
         if layout.startswith(MEGATRON):
             sections = merge_sections(sections, {"model": {"implementation": "Megatron"}})
         cell = Cell(kind.family, sections)
-        cell.skip_without_bridge()
         return cell, self.first(kind)
 
     def resumed(self, name: str, layout: str, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:

@@ -68,7 +68,9 @@ def read_bridged_model(folder: Path) -> BridgedModel:
 
 
 def import_auto_bridge() -> Any:
-    """Return Megatron-Bridge's AutoBridge class."""
+    """Return Megatron-Bridge's AutoBridge class; InvalidSpec where pip left it out."""
+    if find_spec("megatron.bridge") is None:
+        raise unusable_checkpoint(f"{BRIDGE} is not installed; install moejob-trainer[megatron]")
     for name in _ASKING:
         import_module(name)
     with _importable_transformer_engine(), _unchanged_logging():
