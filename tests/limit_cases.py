@@ -91,7 +91,13 @@ WITHIN: tuple[LimitCase, ...] = (
     _pods("Secret read whole", envFrom=[{"secret": "team-all"}]),
     _pods("Secret of a registry", imagePullSecrets=["team-registry"]),
     _pods("ConfigMap", env=_variable(configMap={"name": "nccl", **_KEY}), envFrom=[{"configMap": "nccl"}]),
-    LimitCase("claim", {"storage": {"size": None, "claimName": "team-a"}, "model": {"source": "pvc://models/a/b"}}),
+    LimitCase(
+        "claim",
+        {
+            "storage": {"size": None, "claimName": "team-a"},
+            "model": {"source": "pvc://models/a/b", "config": "pvc://team-a"},
+        },
+    ),
     LimitCase("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://team-a/run"}}),
     LimitCase("run beside it on the claim", {"checkpoint": {"resumeFrom": "other"}}),
     LimitCase("storage class", {"storage": {"storageClass": "shared"}}),
@@ -144,6 +150,12 @@ BEYOND: tuple[LimitCase, ...] = (
     _pods("ConfigMap read whole", "envFrom[0]", "ConfigMap b", envFrom=[{"configMap": "b"}]),
     LimitCase("claim", {"storage": {"size": None, "claimName": "b"}}, "spec.storage.claimName", "claim b"),
     LimitCase("claim of a model", {"model": {"source": "pvc://b/team-a"}}, "spec.model.source", "claim b"),
+    LimitCase(
+        "claim of a model's config",
+        {"model": {"source": "pvc://models/a", "config": "pvc://b/team-a"}},
+        "spec.model.config",
+        "claim b",
+    ),
     LimitCase(
         "claim of data",
         {"data": {"eval": [{"source": "pvc://b/team-a", "format": "Chat"}]}},

@@ -37,6 +37,8 @@ FAMILIES: dict[Family, dict[str, Any]] = {
     Family.QWEN2: {},
     Family.QWEN3: {},
     Family.QWEN3_MOE: {},
+    Family.MIXTRAL: {},
+    Family.QWEN2_MOE: {},
     Family.DEEPSEEK_V3: _DEEPSEEK,
 }
 CLOSE = 1e-5

@@ -52,6 +52,12 @@ def test_each_source_that_is_not_here_is_named_with_its_field(tmp_path: Path) ->
     assert f"data.eval[0].source: {loop} cannot be read on this machine (Too many levels" in held_out
 
 
+def test_a_checkpoint_of_megatron_needs_its_config_elsewhere(tmp_path: Path) -> None:
+    model = {"source": str(tmp_path), "config": str(tmp_path / "published")}
+    (problem,) = unreadable_sources(spec(model=model, data={"train": _data(str(tmp_path))}))
+    assert problem.startswith(f"spec.model.config: {tmp_path}/published/config.json cannot be read")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"

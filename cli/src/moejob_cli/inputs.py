@@ -32,4 +32,4 @@ def plan_file(file: str, settings: Sequence[str] = (), available_gpus: int | Non
 
 def job_model_shape(job: MoETrainingJob) -> ModelShape | UnseenModel:
     """Return the shape of a job's model, or the reason that it cannot be read from here."""
-    return model_shape(job.spec.model.source, job.spec.model.revision)
+    return model_shape(job.spec.model.config_source, job.spec.model.revision)

@@ -9,7 +9,7 @@ from pathlib import Path
 from moejob_api.job import Spec
 from moejob_api.job.model import is_place
 
-_CLAIM, _MODEL = "pvc://", "spec.model.source"
+_CLAIM = "pvc://"
 
 
 def unreadable_sources(spec: Spec) -> Iterator[str]:
@@ -17,7 +17,8 @@ def unreadable_sources(spec: Spec) -> Iterator[str]:
     for field, source in _named_places(spec):
         if not source.startswith(_CLAIM):
             # A folder without config.json is no model; the message then names the missing file.
-            yield from _access_problems(field, Path(source) / "config.json" if field == _MODEL else Path(source))
+            has_config = source == spec.model.config_source
+            yield from _access_problems(field, Path(source) / "config.json" if has_config else Path(source))
 
 
 def claim_sources(spec: Spec) -> Iterator[str]:
@@ -28,7 +29,8 @@ def claim_sources(spec: Spec) -> Iterator[str]:
 
 
 def _named_places(spec: Spec) -> Iterator[tuple[str, str]]:
-    sources = [(_MODEL, spec.model.source)]
+    sources = [("spec.model.source", spec.model.source)]
+    sources += [] if spec.model.config is None else [("spec.model.config", spec.model.config)]
     sources += [(f"spec.data.train[{number}].source", dataset.source) for number, dataset in enumerate(spec.data.train)]
     sources += [(f"spec.data.eval[{number}].source", each.source) for number, each in enumerate(spec.data.eval)]
     return ((field, source) for field, source in sources if is_place(source))

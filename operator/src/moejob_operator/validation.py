@@ -59,7 +59,7 @@ def validate_spec(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_sugges
     """Validate a spec within limits. It reads no file of this disk that the job's author could name."""
     limit_violations = tuple(limit_problems(spec, limits))
     try:
-        shape = model_shape(spec.model.source, spec.model.revision, local_paths=False)
+        shape = model_shape(spec.model.config_source, spec.model.revision, local_paths=False)
         job_plan = plan_job(spec, None if isinstance(shape, UnseenModel) else shape, with_suggestions=with_suggestions)
     except InvalidSpec as refusal:
         return Validation((*refusal.problems, *limit_violations))

@@ -89,6 +89,12 @@ def communication(**settings: Any) -> dict[str, Any]:
         (moe_model(), {"model": {"source": "/models/a", "revision": "main"}}, "model.revision", "is a folder"),
         (
             moe_model(),
+            {"model": {"source": "Qwen/Qwen3-8B", "config": "/models/a", "revision": "main"}},
+            "model.revision",
+            "/models/a is a folder",
+        ),
+        (
+            moe_model(),
             {"data": {"train": [{**TEXT, "source": "/a", "configuration": "b"}]}},
             "data.train[0].configuration",
             "no configurations",

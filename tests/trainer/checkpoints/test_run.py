@@ -110,6 +110,12 @@ def test_a_damaged_one_is_fallen_back_from_and_left_as_it_is(tmp_path: Path) -> 
     assert (newest / "complete.json").exists()
 
 
+def test_a_checkpoint_of_megatron_is_not_resumed_but_named_as_the_model(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(BadConfiguration, match=r"name it as spec\.model\.source"):
+        find_resume_checkpoint("pvc://claim/megatron", tmp_path, SingleRank())
+
+
 @pytest.mark.parametrize(
     ("resume_from", "reason"),
     [

@@ -133,6 +133,11 @@ class RunFile(StrEnum):
     SPEC = "spec.json"
     TEMPLATE = "template"
     EXPORT = "export"
+    EXPORT_MEGATRON = "export-megatron"
+    # The model where no folder of others can be read as it is: moejob's own, or a converted checkpoint of Megatron.
+    MODEL = "model"
+    # The checkpoint that was converted; later starts need it no more.
+    MODEL_ORIGIN = "model-origin.json"
     LOGS = "logs"
     # Events of every launcher, by attempt: moejob_api.contract.record.
     RECORD = "record"

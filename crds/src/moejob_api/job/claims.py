@@ -37,6 +37,8 @@ def named_claims(spec: Spec) -> tuple[str, ...]:
 
 def _job_sources(spec: Spec) -> Iterator[tuple[str, str]]:
     yield "spec.model.source", spec.model.source
+    if spec.model.config is not None:
+        yield "spec.model.config", spec.model.config
     for name, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
         yield from ((f"spec.data.{name}[{index}].source", dataset.source) for index, dataset in enumerate(datasets))
     if spec.checkpoint.resume_from is not None:

@@ -28,9 +28,16 @@ class Model(ApiModel):
         LongText,
         Field(
             description="Where the model comes from: a Hugging Face name (Qwen/Qwen3-30B-A3B), pvc://claim/path, "
-            "or a path inside the image or on the storage volume."
+            "or a path inside the image or on the storage volume. A folder may be a torch_dist checkpoint of Megatron."
         ),
     ]
+    config: Annotated[
+        LongText | None,
+        Field(
+            description="Of a checkpoint of Megatron: the config.json and tokenizer of its model, as a Hugging Face "
+            "name, pvc://claim/path or a path. Absent: the checkpoint's folder has them, as exportMegatron writes them."
+        ),
+    ] = None
     revision: Annotated[
         ShortText | None, Field(description="Branch, tag or commit on the hub. Absent: the default branch.")
     ] = None
@@ -65,6 +72,11 @@ class Model(ApiModel):
     def is_folder(self) -> bool:
         """Return whether the source is a folder, and no name on the hub."""
         return is_place(self.source)
+
+    @property
+    def config_source(self) -> str:
+        """The folder or the name on the hub that has the model's config.json and tokenizer."""
+        return self.source if self.config is None else self.config
 
 
 class DataFormat(StrEnum):

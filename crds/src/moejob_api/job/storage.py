@@ -43,6 +43,13 @@ class Checkpoint(ApiModel):
     export_hugging_face: Annotated[
         bool, Field(description="At the end, export safetensors and verify them by loading them again.")
     ] = True
+    export_megatron: Annotated[
+        bool,
+        Field(
+            description="At the end, write the exported model as a torch_dist checkpoint of Megatron too, with "
+            "config.json and tokenizer, and verify it by reading it again. For a whole model, without MTP modules."
+        ),
+    ] = False
     resume_from: Annotated[
         LongText | None,
         Field(

@@ -26,6 +26,27 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
+# Families whose weights go to Megatron's checkpoints and come back to the bit.
+CONVERTED_FAMILIES = frozenset(
+    {
+        Family.LLAMA,
+        Family.QWEN2,
+        Family.QWEN3,
+        Family.QWEN3_MOE,
+        Family.DEEPSEEK_V2,
+        Family.DEEPSEEK_V3,
+        Family.GLM4_MOE,
+        Family.GLM4_MOE_LITE,
+        Family.MIXTRAL,
+        Family.QWEN2_MOE,
+    }
+)
+# The reason for each of the others.
+UNCONVERTED_FAMILIES: Mapping[Family, str] = {
+    Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5, so no "
+    "conversion could be proved",
+    Family.QWEN3_NEXT: "the trainer has no layers of Qwen3-Next",
+}
 # Attention heads that vLLM's kernel for CPUs is compiled for.
 CPU_ENGINE_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Numbers that latent attention keeps of a token, as that kernel takes them: 512 and 64 that are turned.

@@ -15,6 +15,7 @@ from moejob_api.problems import Problem, Rule
 from moejob_api.rules.batch_rules import batch_problems
 from moejob_api.rules.evaluation_rules import evaluation_problems
 from moejob_api.rules.implementation_rules import implementation_problems
+from moejob_api.rules.megatron_checkpoint_rules import megatron_checkpoint_problems
 from moejob_api.rules.model_rules import model_problems
 from moejob_api.rules.object_rules import object_problems
 from moejob_api.rules.rollout_rules import rollout_problems
@@ -35,6 +36,7 @@ def _find_problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     yield from source_problems(spec)
     yield from evaluation_problems(spec)
     yield from implementation_problems(spec, shape)
+    yield from megatron_checkpoint_problems(spec, shape)
     if shape is not None:
         yield from model_problems(spec, shape)
     if any(problem.rule in GRID_RULES for problem in spec_problems):

@@ -139,8 +139,8 @@ def _idle_place_fields(path: str, dataset: Dataset) -> Iterator[Problem]:
 
 
 def _idle_source_fields(spec: Spec) -> Iterator[Problem]:
-    if spec.model.revision is not None and spec.model.is_folder:
-        yield _idle_problem("model.revision", f"{spec.model.source} is a folder, which has no revisions")
+    if spec.model.revision is not None and is_place(spec.model.config_source):
+        yield _idle_problem("model.revision", f"{spec.model.config_source} is a folder, which has no revisions")
     if spec.method is Method.SFT and spec.resources.rollout_image is not None:
         yield _idle_problem("resources.rolloutImage", "method SFT generates no answers")
     if spec.resources.accelerator is Accelerator.CPU and _is_given(spec.resources, "gpu_resource"):

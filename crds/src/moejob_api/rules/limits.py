@@ -417,7 +417,7 @@ def _pairs_cel(name: str) -> str:
 
 _SOURCES = (
     "([object.spec.model.source] + object.spec.data.train.map(d, d.source) + object.spec.data.eval.map(d, d.source) + "
-    f"{_optional_cel('object.spec.checkpoint.resumeFrom')})"
+    f"{_optional_cel('object.spec.model.config')} + {_optional_cel('object.spec.checkpoint.resumeFrom')})"
 )
 _SCHEDULER_NAMES = {gang.value: name for gang, name in GANG_SCHEDULER_NAMES.items()}
 _GANG = "object.spec.lifecycle.gang"

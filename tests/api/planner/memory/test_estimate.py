@@ -429,6 +429,9 @@ def test_the_volume_holds_one_checkpoint_more_than_is_kept_beside_export_and_dow
     assert volume_need(shape, job).bytes == 4 * one + 4 * total_parameters(shape)
     without = spec(model={"source": "/models/a"}, checkpoint={"exportHuggingFace": False})
     assert volume_need(shape, without).bytes == 3 * one
+    of_megatron = {"source": "/checkpoints/a", "config": "Qwen/Qwen3-30B-A3B"}
+    both_ways = volume_need(shape, spec(model=of_megatron, checkpoint={"exportMegatron": True}))
+    assert (both_ways.download, both_ways.export) == (2 * total_parameters(shape), 4 * total_parameters(shape))
 
 
 @pytest.mark.parametrize(

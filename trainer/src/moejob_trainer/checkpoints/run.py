@@ -24,6 +24,7 @@ from moejob_trainer.distributed.coordination import Coordinator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
+from moejob_trainer.runtime.megatron_process import is_megatron_checkpoint
 
 RUN = pods.RunFile.OWNER.value
 # The job that a run folder belongs to.
@@ -120,6 +121,11 @@ def folder_of_run(source: Path) -> Path:
 
 def find_resume_checkpoint(resume_from: str, source: Path, ranks: Coordinator) -> GoodCheckpoint:
     """Find the good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
+    if is_megatron_checkpoint(source):
+        raise BadConfiguration(
+            f"checkpoint.resumeFrom {resume_from} names a checkpoint of Megatron, whose optimizer, schedule and place "
+            "in the data are not this trainer's; its weights alone can be taken: name it as spec.model.source"
+        )
     if parse_step_folder(source.name) is not None:
         outcome = verify_checkpoint(source, VerificationDepth.HASHES, ranks)
         refusals: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()

@@ -6,8 +6,9 @@ or run other code. So the commit is written into the run folder before any fetch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,8 @@ from moejob_trainer.runtime.json_files import read_json
 
 # Permanent errors of the hub: the repository does not exist, or this token has no access to it.
 _REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND})
+# The files of a repository beside config, tokenizer and code.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 # Between a module's repository and its name, where the code of a model lies in another repository.
 _ELSEWHERE = "--"
 
@@ -97,10 +100,13 @@ class HubPins:
             ) from error
 
 
-def download_model(name: str, revision: str | None, pins: HubPins) -> Path:
-    """Download a model beside the run folders of the volume, in the commit that the run is bound to, and compare it."""
+def download_model(name: str, revision: str | None, pins: HubPins, left_out: Sequence[str] = ()) -> Path:
+    """Download a model beside the run folders of the volume, in the commit that the run is bound to, and compare it.
+
+    left_out: patterns of files that are not downloaded.
+    """
     pinned = pins.find_pin(RepositoryKind.MODEL, name, revision)
-    folder = _fetch_snapshot(name, revision, pinned, pins)
+    folder = _fetch_snapshot(name, revision, pinned, pins, left_out)
     files = verify_hub_files(folder, _expected_files(name, folder, pinned))
     # The folder of a snapshot has the name of its commit.
     repository = PinnedRepository(
@@ -111,12 +117,15 @@ def download_model(name: str, revision: str | None, pins: HubPins) -> Path:
     return folder
 
 
-def _fetch_snapshot(name: str, revision: str | None, pinned: PinnedRepository | None, pins: HubPins) -> Path:
+def _fetch_snapshot(
+    name: str, revision: str | None, pinned: PinnedRepository | None, pins: HubPins, left_out: Sequence[str]
+) -> Path:
     cache = pins.run_folder.parent / "hub"
-    if pinned is not None and (snapshot := _find_local_snapshot(pinned, cache)) is not None:
+    if pinned is not None and (snapshot := _find_local_snapshot(pinned, cache, left_out)) is not None:
         return snapshot
     try:
-        folder = Path(snapshot_download(name, revision=pinned.commit if pinned else revision, cache_dir=cache))
+        wanted_revision, ignored = pinned.commit if pinned else revision, [*left_out] or None
+        folder = Path(snapshot_download(name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored))
         # Sync before the run is bound to these files: they must not be empty after a loss of power.
         sync_tree(Disk(), folder.parents[1])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
@@ -135,13 +144,16 @@ def is_lasting(error: Exception, pinned: PinnedRepository | None) -> bool:
     return pinned is None or isinstance(error, HFValidationError)
 
 
-def _find_local_snapshot(pinned: PinnedRepository, cache: Path) -> Path | None:
+def _find_local_snapshot(pinned: PinnedRepository, cache: Path, left_out: Sequence[str]) -> Path | None:
     """Return a snapshot that needs no hub; None where files of it are missing."""
     try:
         snapshot = Path(snapshot_download(pinned.name, revision=pinned.commit, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return snapshot if has_all_files(snapshot, pinned.files) else None
+    needed_files = {
+        path: file for path, file in pinned.files.items() if not any(fnmatch(path, pattern) for pattern in left_out)
+    }
+    return snapshot if has_all_files(snapshot, needed_files) else None
 
 
 def _expected_files(name: str, folder: Path, pinned: PinnedRepository | None) -> HubFiles:

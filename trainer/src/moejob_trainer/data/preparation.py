@@ -57,7 +57,7 @@ class EncodingRecipe:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
-        return load_tokenizer(self.model.source, self.model.revision, self.model.trust_remote_code, self.claims)
+        return load_tokenizer(self.model.config_source, self.model.revision, self.model.trust_remote_code, self.claims)
 
 
 class Disposition(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
@@ -20,7 +21,7 @@ from moejob_trainer.conversion.loading import PublishedCheckpoint, open_publishe
 from moejob_trainer.conversion.model_export import ExportReport, ExportTarget, export_weights, remove_on_failure
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
-from moejob_trainer.conversion.templates import CONFIG_FILE
+from moejob_trainer.conversion.templates import CONFIG_FILE, copy_config_and_tokenizer
 from moejob_trainer.interchange.foreign_files import read_json_object, require_links_inside
 from moejob_trainer.interchange.megatron_bridge import BridgedModel, read_bridged_model
 from moejob_trainer.interchange.naming import MegatronTensor, megatron_tensors
@@ -160,9 +161,18 @@ def import_megatron_checkpoint(checkpoint: Path, template: Path, folder: Path) -
         )
 
 
-def export_megatron_checkpoint(source: Path, folder: Path) -> int:
-    """Write a Hugging Face folder as a Megatron checkpoint; return the number of its tensors."""
-    _refuse_existing(folder)
+def require_convertible_model(template: Path) -> None:
+    """Raise InvalidSpec where a model of this config.json cannot be written for Megatron."""
+    _read_model(template)
+
+
+def export_megatron_checkpoint(source: Path, folder: Path, *, replaces_older: bool = False) -> int:
+    """Write a Hugging Face folder as a Megatron checkpoint; return the number of its tensors.
+
+    Config and tokenizer lie beside the weights, so that `spec.model.source` can name the checkpoint by itself.
+    """
+    if not replaces_older:
+        _refuse_existing(folder)
     tensor_table, tensors, model = _read_model(source)
     published_tensors = open_published_checkpoint(source, tensor_table).checkpoint
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -174,7 +184,8 @@ def export_megatron_checkpoint(source: Path, folder: Path) -> int:
         write_checkpoint(
             iteration, [_plan_tensor(tensor, published_tensors, tensor_table, stacks) for tensor in tensors], stacks
         )
-        write_run_config(iteration, model.provider, source)
+        write_run_config(iteration, model.provider, folder.absolute())
+        copy_config_and_tokenizer(source, unfinished, tensor_table.shape, _common_dtype(published_tensors))
         Disk().write(unfinished / "latest_checkpointed_iteration.txt", b"0")
         _compare_tensors(MegatronWeights.open(iteration, tensor_table, tensors), published_tensors)
         # Its tensors are compared above, in gigabytes.
@@ -221,6 +232,12 @@ def _compare_tensors(megatron_weights: MegatronWeights, published_tensors: Tenso
     for name in megatron_weights.table.by_tensor:
         if not torch.equal(_read_whole_tensor(megatron_weights, name), _read_whole_tensor(published_tensors, name)):
             raise CorruptExport(f"{megatron_weights.folder}: {name} was read back with other values than were written")
+
+
+def _common_dtype(published_tensors: TensorSource) -> torch.dtype:
+    """Return the type that most of the weights are stored in: buffers stay in float32."""
+    counts = Counter(tensor.dtype for tensor in published_tensors.tensors.values())
+    return next(dtype for dtype, name in _DTYPES.items() if name == counts.most_common(1)[0][0])
 
 
 def _refuse_existing(folder: Path) -> None:

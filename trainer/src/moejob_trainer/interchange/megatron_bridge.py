@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.checkpoint import unusable_checkpoint
+from moejob_trainer.interchange.further_bridges import register_bridges
 
 _TRANSFORMER_ENGINE = "transformer_engine"
 # Each checks for Transformer Engine when it is first imported, and keeps the result.
@@ -74,7 +75,9 @@ def import_auto_bridge() -> Any:
     for name in _ASKING:
         import_module(name)
     with _importable_transformer_engine(), _unchanged_logging():
-        return import_module("megatron.bridge").AutoBridge
+        auto_bridge = import_module("megatron.bridge").AutoBridge
+    register_bridges()
+    return auto_bridge
 
 
 def read_published_config(folder: Path) -> PretrainedConfig:

@@ -6,23 +6,24 @@ One rank downloads or writes it before the others look; afterwards every rank re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moejob_api.contract.pods import RunFile
 from moejob_api.job.model import Model
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from moejob_trainer.data.hub import HubPins, download_model, require_own_code
+from moejob_trainer.data.hub import WEIGHT_FILES, HubPins, download_model, require_own_code
 from moejob_trainer.data.links import require_contained_links
 from moejob_trainer.data.tokenizers import CLAIMS, locate_source
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.runtime.disk import Disk, explain_failure, keep_folder
+from moejob_trainer.runtime.disk import Disk, explain_failure, keep_folder, remove_tree, replace_file
 from moejob_trainer.runtime.json_files import read_json
+from moejob_trainer.runtime.megatron_process import convert_from_megatron, is_megatron_checkpoint
 
 _CONFIG = "config.json"
-_MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +36,77 @@ class PretrainedModel:
     located: Model
     # False for the model that comes with moejob: it has no weights to start from.
     has_weights: bool
+    # The name under which others find it: of a converted checkpoint of Megatron the folder, for they cannot read that.
+    name: str
 
 
 def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
     """Make sure that the model's files lie on a disk, and name their folder. One rank of the run calls this."""
     if model.source == tiny.TOKENIZER:
-        return _write_tiny_model(run_folder / _MODEL)
-    place = Path(locate_source(model.source, claims))
+        return _write_tiny_model(run_folder / RunFile.MODEL)
+    if (converted := _find_converted(model, run_folder)) is not None:
+        return converted
+    place = _find_folder(model.source, claims)
+    if place is None:
+        return _download(model.source, model.revision, run_folder)
+    if is_megatron_checkpoint(place):
+        return _convert_checkpoint(place, model, run_folder, claims)
+    if model.config is not None:
+        raise BadConfiguration(
+            f"spec.model.config describes a checkpoint of Megatron, and {place} is none: it has no "
+            "latest_checkpointed_iteration.txt; remove config, or correct spec.model.source"
+        )
+    return place
+
+
+def _find_folder(source: str, claims: Path) -> Path | None:
+    """Return the folder that a source names; None for a name on the hub."""
+    place = Path(locate_source(source, claims))
     if place.is_dir():
         return place
-    if place.is_absolute() or model.source.startswith("."):
-        raise BadConfiguration(f"there is no folder {place}, which spec.model.source names")
-    fetched = download_model(model.source, model.revision, HubPins(run_folder))
+    if place.is_absolute() or source.startswith("."):
+        raise BadConfiguration(f"there is no folder {place}, which spec.model.source or config names")
+    return None
+
+
+def _download(name: str, revision: str | None, run_folder: Path, left_out: Sequence[str] = ()) -> Path:
+    fetched = download_model(name, revision, HubPins(run_folder), left_out)
     # Other jobs of the claim write to this cache as well.
     require_contained_links(fetched)
     return fetched
+
+
+def _find_converted(model: Model, run_folder: Path) -> Path | None:
+    """Return the folder of an earlier start, which the run keeps even if the checkpoint is newer by now."""
+    origin, folder = run_folder / RunFile.MODEL_ORIGIN, run_folder / RunFile.MODEL
+    return folder if origin.is_file() and origin.read_bytes() == _origin_text(model) and folder.is_dir() else None
+
+
+def _convert_checkpoint(checkpoint: Path, model: Model, run_folder: Path, claims: Path) -> Path:
+    template, folder = _fetch_template(checkpoint, model, run_folder, claims), run_folder / RunFile.MODEL
+    remove_tree(Disk(), folder)
+    convert_from_megatron(checkpoint, template, folder)
+    replace_file(Disk(), run_folder / RunFile.MODEL_ORIGIN, _origin_text(model))
+    return folder
+
+
+def _fetch_template(checkpoint: Path, model: Model, run_folder: Path, claims: Path) -> Path:
+    """Return the folder of config.json and tokenizer that belong to a checkpoint of Megatron."""
+    if model.config is None:
+        if not (checkpoint / _CONFIG).is_file():
+            raise BadConfiguration(
+                f"{checkpoint} is a checkpoint of Megatron, which says neither architecture nor tokenizer; name the "
+                f"Hugging Face model that it was made of in spec.model.config, or put its {_CONFIG} and tokenizer there"
+            )
+        return checkpoint
+    if model.config == tiny.TOKENIZER:
+        return _write_tiny_model(run_folder / RunFile.TEMPLATE)
+    place = _find_folder(model.config, claims)
+    return place or _download(model.config, model.revision, run_folder, WEIGHT_FILES)
+
+
+def _origin_text(model: Model) -> bytes:
+    return model.model_dump_json(by_alias=True, include={"source", "config", "revision"}).encode() + b"\n"
 
 
 def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
@@ -66,8 +123,12 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
     if model.trust_remote_code:
         require_own_code(folder)
     is_ours = model.source == tiny.TOKENIZER
-    local_model = model if is_ours else model.model_copy(update={"source": str(folder), "revision": None})
-    return PretrainedModel(folder, config, local_model, has_weights=not is_ours)
+    local_model = (
+        model if is_ours else model.model_copy(update={"source": str(folder), "config": None, "revision": None})
+    )
+    is_converted = folder.name == RunFile.MODEL and (folder.parent / RunFile.MODEL_ORIGIN).is_file()
+    name = str(folder) if is_converted else model.source
+    return PretrainedModel(folder, config, local_model, has_weights=not is_ours, name=name)
 
 
 def _write_tiny_model(folder: Path) -> Path:

@@ -9,10 +9,12 @@ import torch
 from moejob_api.contract.pods import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
 from moejob_trainer.conversion.model_export import ExportTarget, export_weights, skip_check
+from moejob_trainer.distributed.encoding import NOTHING
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
 from moejob_trainer.model_check.checks import ModelChecks
 from moejob_trainer.runtime.disk import explain_failure
+from moejob_trainer.runtime.megatron_process import convert_to_megatron
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
@@ -32,6 +34,8 @@ def export_finished_model(
         if lora is None:
             target = ExportTarget(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
             export_weights(whole_weights(engine.stages), model.table, groups, target, checks.check_export)
+            if context.spec.checkpoint.export_megatron:
+                _export_for_megatron(context)
             return
         adapters, adapter_parameters = (
             whole_adapters(engine.stages),
@@ -41,6 +45,11 @@ def export_finished_model(
         check = skip_check
         if model.pretrained.has_weights and is_beside_pretrained:
             check = partial(checks.check_exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)
-        export_adapters(
-            adapters, adapter_parameters, groups, AdapterTarget(folder, context.spec.model.source, lora), check
-        )
+        export_adapters(adapters, adapter_parameters, groups, AdapterTarget(folder, model.pretrained.name, lora), check)
+
+
+def _export_for_megatron(context: RankContext) -> None:
+    folder = context.environment.folder
+    context.on_first_rank(
+        lambda: convert_to_megatron(folder / RunFile.EXPORT, folder / RunFile.EXPORT_MEGATRON), NOTHING
+    )

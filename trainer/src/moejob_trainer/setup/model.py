@@ -24,6 +24,7 @@ from moejob_trainer.model.architecture import Architecture, read_architecture, t
 from moejob_trainer.model.pretrained import PretrainedModel, fetch_model, read_pretrained
 from moejob_trainer.rollouts.engine_model import lay_out_model
 from moejob_trainer.runtime.disk import Disk, replace_file
+from moejob_trainer.runtime.megatron_process import require_convertible
 from moejob_trainer.setup.context import RankContext
 
 
@@ -48,6 +49,9 @@ def load_model(context: RankContext) -> RunModel:
     if problems := plan_job(spec, trained_shape(shape_of(pretrained.config, origin), spec)).problems:
         raise InvalidSpec(problems)
     model = trained_architecture(read_architecture(pretrained.config, origin), spec)
+    if spec.checkpoint.export_megatron:
+        # Days of training would end in an export that was never possible.
+        context.on_first_rank(lambda: require_convertible(Path(folder)), NOTHING)
     context.on_first_rank(lambda: _write_export_inputs(context, Path(folder), model.shape), NOTHING)
     if spec.method is Method.GRPO:
         context.on_first_rank(lambda: _lay_out_for_engines(context, Path(folder), model.shape), TEXT)

@@ -52,7 +52,7 @@ def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:
     return VolumeNeed(
         checkpoint=checkpoint_bytes(shape, spec) + finished_group_bytes(shape, spec),
         checkpoints=spec.checkpoint.keep + (spec.checkpoint.keep_best or 0) + 1,
-        export=export_bytes(shape, spec) if spec.checkpoint.export_hugging_face else 0,
+        export=export_bytes(shape, spec) * (spec.checkpoint.export_hugging_face + spec.checkpoint.export_megatron),
         download=download_bytes(shape, spec),
         tokens=recorded_bytes(spec),
     )
@@ -90,8 +90,8 @@ def export_bytes(shape: ModelShape, spec: Spec) -> int:
 
 
 def download_bytes(shape: ModelShape, spec: Spec) -> int:
-    """Files of a model that comes from the hub, whose weights are bfloat16 as a rule; 0 for a folder."""
-    if spec.model.is_folder:
+    """Files of a model from the hub, or of a converted checkpoint, in bfloat16 as a rule; 0 for a model's folder."""
+    if spec.model.is_folder and spec.model.config is None:
         return 0
     return (total_parameters(shape) + mtp_parameters(shape)) * Dtype.BFLOAT16.size_bytes
 
