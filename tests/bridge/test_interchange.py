@@ -110,10 +110,33 @@ def test_megatron_loads_what_is_exported(
 
 
 @pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.MIXTRAL, Family.QWEN2_MOE])
+def test_megatron_computes_the_logits_of_transformers_from_an_export(
+    publish_model: Callable[[Family], Path], family: Family, tmp_path: Path
+) -> None:
+    source, checkpoint = publish_model(family), tmp_path / "megatron"
+    main(["export", str(source), "--out", str(checkpoint)])
+    megatron = MegatronModel(source)
+    for parameter in megatron.model.parameters():
+        parameter.data.fill_(torch.nan)
+    asked, held = megatron.model.sharded_state_dict(), stored_keys(checkpoint)
+    for tensor in asked.values():
+        # Layers without Transformer Engine save the norm before experts under another name than those with it.
+        if tensor.key.endswith(".mlp.linear_fc1.layer_norm_weight") and tensor.key not in held:
+            tensor.key = tensor.key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    loaded = dist_checkpointing.load({"model": asked}, str(checkpoint / "iter_0000000"))
+    megatron.model.load_state_dict(loaded["model"])
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected, actual = reference_model(family)(tokens).logits, megatron(tokens).logits
+    assert (actual[..., : expected.shape[-1]] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.usefixtures("groups")
 def test_an_export_holds_all_that_a_mixture_asks_for(publish_model: Callable[[Family], Path], exported: Path) -> None:
     asked = MegatronModel(publish_model(Family.QWEN3_MOE)).model.sharded_state_dict()
     keys = {one.unique_key if isinstance(one, ShardedObject) else one.key for one in asked.values()}
-    held = {*FileSystemReader(exported / "iter_0000000").read_metadata().state_dict_metadata}
+    held = stored_keys(exported)
     # Layers without Transformer Engine save this norm under another name than those with it.
     assert keys - held == {"decoder.layers.mlp.linear_fc1.layer_norm_weight"}
 
@@ -205,6 +228,10 @@ def moejob(*arguments: str | Path) -> str:
     done = subprocess.run([ROOT / ".venv/operator/bin/moejob", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def stored_keys(checkpoint: Path) -> set[str]:
+    return {*FileSystemReader(checkpoint / "iter_0000000").read_metadata().state_dict_metadata}
 
 
 def imported(checkpoint: Path, config: Path, folder: Path) -> int:

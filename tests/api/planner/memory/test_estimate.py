@@ -540,6 +540,18 @@ def test_an_optimizer_in_host_memory_takes_its_state_and_buffers_there(
     assert host(1.0) - host(0.0) == pytest.approx(trained * of_a_parameter, rel=0.02)
 
 
+def test_the_conversion_of_a_checkpoint_of_megatron_takes_host_memory_of_its_own() -> None:
+    def host(**sections: Any) -> int:
+        return needs(spec(parallelism={"data": 1}, **sections), TINY_MIXTURE).host_bytes_per_pod
+
+    (experts,) = (mlp for mlp in TINY_MIXTURE.mlp_kinds() if isinstance(mlp, Experts))
+    largest = TINY_MIXTURE.hidden * max(TINY_MIXTURE.vocabulary, experts.count * 2 * experts.intermediate)
+    of_process = 2**30 + 3 * 2 * largest
+    assert host(checkpoint={"exportMegatron": True}) - host() == of_process
+    of_megatron = {"source": "/checkpoints/a", "config": "/models/a"}
+    assert host(model=of_megatron) - host(model={"source": "/models/a"}) == of_process
+
+
 def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
     job = spec(
         method="GRPO",

@@ -35,6 +35,8 @@ MOST_PEER_MEMORY_BYTES = GIB
 FRAGMENTATION = 0.15
 # A rank's own host memory: the interpreter, torch, data loading.
 HOST_PROCESS_BYTES = 4 * GIB
+# The process that converts a checkpoint of Megatron: 0.8 GiB with Megatron-Bridge imported, measured.
+CONVERSION_PROCESS_BYTES = 1 * GIB
 CPU_RANK_BYTES = GIB
 # /dev/shm of each rank: NCCL's rings where GPUs do not reach each other, and the queues of an engine's workers.
 SHARED_BYTES_OF_GPU = 2 * GIB

@@ -16,7 +16,12 @@ from moejob_api.planner.memory.case import PlanningCase, model_parameters, prepa
 from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
 from moejob_api.planner.memory.engine import EngineMemory, estimate_engine
 from moejob_api.planner.memory.explained import explain_memory
-from moejob_api.planner.memory.host_memory import colocated_host_bytes, ranks_of_trainer_pod, shared_memory_bytes
+from moejob_api.planner.memory.host_memory import (
+    colocated_host_bytes,
+    conversion_host_bytes,
+    ranks_of_trainer_pod,
+    shared_memory_bytes,
+)
 from moejob_api.planner.memory.phases import Amounts, MemoryPhase, MemoryUse, StageLoad, estimate_stage, phase_amounts
 from moejob_api.planner.memory.routing_replay import replay_bytes
 from moejob_api.planner.memory.states import divided_parameters, optimizer_bytes
@@ -191,10 +196,9 @@ def _explain_peak(phase: MemoryPhase, load: StageLoad, amounts: Amounts) -> Phas
 
 
 def _host_bytes(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:
-    """Host memory of the ranks of a pod and of engines beside them, without the routing that is replayed."""
-    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak) + colocated_host_bytes(
-        case, loads[0].engine
-    )
+    """Host memory of the ranks of a pod and of processes beside them, without the routing that is replayed."""
+    processes = colocated_host_bytes(case, loads[0].engine) + conversion_host_bytes(case)
+    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak) + processes
 
 
 def _host_bytes_of_rank(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:

@@ -6,8 +6,10 @@ from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.layout.sizes import count_gpus
+from moejob_api.models.shape import Experts
 from moejob_api.planner.memory.case import PlanningCase
 from moejob_api.planner.memory.constants import (
+    CONVERSION_PROCESS_BYTES,
     CPU_ENGINE_CACHE_BYTES,
     CPU_ENGINE_PROCESS_BYTES,
     HOST_PROCESS_BYTES,
@@ -40,6 +42,21 @@ def engine_host_bytes(spec: Spec, tensor: int, engine: EngineMemory | None) -> i
         return (tensor + 1) * HOST_PROCESS_BYTES
     weights = 0 if engine is None else engine.weights * tensor
     return CPU_ENGINE_PROCESS_BYTES + CPU_ENGINE_CACHE_BYTES + weights
+
+
+def conversion_host_bytes(case: PlanningCase) -> int:
+    """Return the host memory of the process that reads or writes a checkpoint of Megatron: its imports, one tensor.
+
+    A tensor is there as it was read, as it is joined or split, and as it is written.
+    """
+    spec, shape = case.spec, case.shape
+    if spec.model.config is None and not spec.checkpoint.export_megatron:
+        return 0
+    experts = max(
+        (mlp.count * 2 * mlp.intermediate for mlp in shape.mlp_kinds() if isinstance(mlp, Experts)), default=0
+    )
+    largest = shape.hidden * max(shape.vocabulary, experts)
+    return CONVERSION_PROCESS_BYTES + 3 * largest * spec.model.dtype.size_bytes
 
 
 def colocated_host_bytes(case: PlanningCase, engine: EngineMemory | None) -> int:
