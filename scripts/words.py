@@ -35,9 +35,9 @@ class Words:
     def problems(self, text: str) -> Iterator[tuple[int, str]]:
         """Yield the line, counted from 0, and the problem of each word to avoid."""
         pattern = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in self.instead)
-        for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
-            word = " ".join(found.group().lower().split())
-            yield text.count("\n", 0, found.start()), f"{word!r}: write {self.instead[word]}"
+        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+            word = " ".join(match.group().lower().split())
+            yield text.count("\n", 0, match.start()), f"{word!r}: write {self.instead[word]}"
 
     def begins_with_question(self, docstring: str) -> bool:
         """Return whether the first word of a docstring asks something."""

@@ -175,7 +175,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "data/end_tokens.py": "the folder of the model",
     "rewards/first_completion.py": "what rewards return for a first answer",
     "setup/rewards.py": "internal: rank 0 has the prompts",
-    "setup/rollouts.py:_build_trial": "internal: the method",
+    "setup/rollouts.py:_build_probe_terms": "internal: the method",
     "setup/rollouts.py:_probe_tokens.read": "prompts, as long as the tokenizer makes them",
     "setup/rollouts.py:_engine_rendezvous": "internal: the method",
     "setup/rollouts.py:_read_engine_urls": "the environment of a pod",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from moejob_trainer.data.preparation import EncodingRecipe, prepare_datasets
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.training import Document
+
+
+def total_loss_weight(documents: Iterable[Document]) -> float:
+    """Return the divisor of a global batch's summed loss; the same in every layout."""
+    return math.fsum(document.loss_weight for document in documents)
 
 
 def make_document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from builders import spec
 from moejob_api.layout.sizes import derive_layout
-from moejob_trainer.data.packing import BatchPlan, assign_slots, batch_plan, build_global_batch, total_loss_weight
+from moejob_trainer.data.packing import BatchPlan, assign_slots, batch_plan, build_global_batch
 from moejob_trainer.training import Document, MicroBatch
 from moejob_trainer.training.micro_batch import FILLER
-from trainer.training_data import make_document, make_documents
+from trainer.training_data import make_document, make_documents, total_loss_weight
 
 plans = st.builds(
     BatchPlan,

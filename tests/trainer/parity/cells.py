@@ -31,7 +31,7 @@ from moejob_api.models.shape import Family, ModelShape
 from moejob_trainer.conversion.adapters import build_adapter_table
 from moejob_trainer.conversion.families import build_tensor_table
 from moejob_trainer.conversion.loading import open_published_checkpoint
-from moejob_trainer.data.packing import batch_plan, build_global_batch, total_loss_weight
+from moejob_trainer.data.packing import batch_plan, build_global_batch
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.optimizer import OptimizerShard
@@ -53,6 +53,7 @@ from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.setup.training_engine import build_model_stages
 from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from trainer.training_data import total_loss_weight
 
 STEPS = 3
 LEARNING_RATE = 1e-2

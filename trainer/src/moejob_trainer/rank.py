@@ -107,7 +107,7 @@ def _train_model(
             engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background_writer())
         )
         checks = ModelChecks(engine, context.layout, context.node)
-        state_writer = build_writer(context, model, state, objective_parts)
+        state_writer = build_writer(environment, model, state, objective_parts)
         checkpoints = build_checkpoints(context, model, state_writer, heartbeat, None if is_awaited else checks)
         reporter = Reporter(
             writer,

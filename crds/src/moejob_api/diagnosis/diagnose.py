@@ -172,13 +172,14 @@ def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
     yield from claim_findings(evidence.claims, evidence.events, now)
     yield from queue_findings(pods, evidence.groups)
     yield from disruption_findings(pods, evidence.nodes)
-    yield from ending_findings(_sort_by_name(evidence.pods), now)
+    yield from ending_findings(tuple(sorted(evidence.pods, key=lambda pod: pod.name)), now)
     yield from event_findings(pods, evidence.events)
     if running is not None:
         yield from _condition_findings(running, evidence, has_pods=bool(pods))
     if status.phase is Phase.RESTARTING and status.last_failure is not None:
         yield failure_finding(status.last_failure, is_past=True)
-    yield Finding(Blocker.STARTING, "the pods of the job start", _since_of(running))
+    since = None if running is None else api_bodies.as_time(running.last_transition_time)
+    yield Finding(Blocker.STARTING, "the pods of the job start", since)
 
 
 def _condition_findings(running: Condition, evidence: Evidence, *, has_pods: bool) -> Iterator[Finding]:
@@ -203,13 +204,5 @@ def _present_pods(evidence: Evidence) -> tuple[PodEvidence, ...]:
     return sorted_pods(evidence.pods, evidence.job.status.attempt)
 
 
-def _sort_by_name(pods: tuple[PodEvidence, ...]) -> tuple[PodEvidence, ...]:
-    return tuple(sorted(pods, key=lambda pod: pod.name))
-
-
 def _written_condition(status: Status, kind: ConditionType) -> Condition | None:
     return next((entry for entry in status.conditions if entry.type is kind), None)
-
-
-def _since_of(condition: Condition | None) -> datetime | None:
-    return None if condition is None else api_bodies.as_time(condition.last_transition_time)

@@ -15,7 +15,7 @@ import torch
 
 from engines import ROOT
 from moejob_api.job.grpo import AdvantageEstimator, Grpo, LossAggregation
-from moejob_trainer.data.packing import BatchPlan, build_rank_batch, total_loss_weight
+from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.data.prompt_loader import NumberedPrompt
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.objectives.grpo.advantages import compute_advantages
@@ -51,6 +51,7 @@ from trainer.objectives.grpo.rows_reference import (
     reckon_advantages,
     reckon_gradients,
 )
+from trainer.training_data import total_loss_weight
 
 PLANS = {
     "one micro batch": BatchPlan(data=1, tokens=1000),

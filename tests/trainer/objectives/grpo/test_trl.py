@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moejob_api.job.grpo import AdvantageEstimator, Grpo
-from moejob_trainer.data.packing import BatchPlan, build_global_batch, total_loss_weight
+from moejob_trainer.data.packing import BatchPlan, build_global_batch
 from moejob_trainer.objectives.grpo.loss import (
     ADVANTAGE,
     ENGINE,
@@ -26,6 +26,7 @@ from moejob_trainer.objectives.grpo.loss import (
 from moejob_trainer.training.interface import TokenOutputs
 from moejob_trainer.training.micro_batch import Document
 from trainer.objectives.grpo.by_hand import full_group_advantages
+from trainer.training_data import total_loss_weight
 
 PYTHON = Path(__file__).parents[4] / ".venv/trl/bin/python"
 GROUPS, MEMBERS, PROMPT, MOST = 3, 4, 2, 9

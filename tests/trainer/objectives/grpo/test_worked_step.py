@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moejob_api.job.grpo import BuiltInReward, Grpo, LossAggregation, Reward
-from moejob_trainer.data.packing import BatchPlan, build_rank_batch, total_loss_weight
+from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.objectives.grpo import objective, rollout_batch
 from moejob_trainer.objectives.grpo.advantages import EPSILON
 from moejob_trainer.objectives.grpo.loss import Clipping, grpo_loss, policy_loss
@@ -17,6 +17,7 @@ from moejob_trainer.objectives.grpo.rollout_batch import build_rollout
 from moejob_trainer.objectives.grpo.sampling import has_signal
 from moejob_trainer.rollouts.interface import Answer, FinishReason, GenerationRequest
 from moejob_trainer.training import LossTerms, TokenOutputs
+from trainer.training_data import total_loss_weight
 
 PROMPT_TOKENS, ANSWER_TOKENS = (3, 2), ((2, 1, 2), (1, 1, 1))
 REWARDS = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])

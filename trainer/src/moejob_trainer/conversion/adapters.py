@@ -147,7 +147,8 @@ def _peft_config(table: TensorTable, target: AdapterTarget) -> dict[str, object]
     fused_parameters = {_FUSED[target] for target in lora.targets if target in _FUSED} if experts else set()
     # In families with experts, PEFT takes a matrix's name for the experts' matrix, so dense layers and shared experts
     # have to be named as parameters.
-    as_parameters = modules - experts if _has_experts(table) else set()
+    has_experts = any(".experts." in parameter.name for parameter in model_parameters(table.shape))
+    as_parameters = modules - experts if has_experts else set()
     as_parameters = {module for module in as_parameters if _last_component(module) in _AS_EXPERTS}
     # Gate and up are one parameter there, so its adapter has twice the rank.
     doubled_ranks = {rf".*\.{_GATE_UP}": 2} if _FUSED[LoraTarget.EXPERT_GATE_UP] in fused_parameters else {}
@@ -169,10 +170,6 @@ def _peft_config(table: TensorTable, target: AdapterTarget) -> dict[str, object]
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _has_experts(table: TensorTable) -> bool:
-    return any(".experts." in parameter.name for parameter in model_parameters(table.shape))
 
 
 def adapter_pair_names(tensor: str) -> tuple[str, str]:

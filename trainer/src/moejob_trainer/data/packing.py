@@ -17,8 +17,7 @@ Five documents of 5, 3, 2, 2 and 1 tokens, for two data ranks with micro batches
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +78,6 @@ class DocumentSlot:
 
 
 Slots = tuple[DocumentSlot, ...]
-
-
-def total_loss_weight(documents: Iterable[Document]) -> float:
-    """Return the divisor of a global batch's summed loss; known before the forward pass, whatever the layout."""
-    return math.fsum(document.loss_weight for document in documents)
 
 
 def build_global_batch(documents: Sequence[Document], plan: BatchPlan) -> list[list[MicroBatch]]:

@@ -117,11 +117,6 @@ class Documents:
         """Return the place of each of this rank's tokens in its document. int64 [tokens]"""
         return self.row_indices() - self.cu_lengths[self.segment_ids()]
 
-    def row_order(self) -> Tensor:
-        """int64 [row_tokens]: `gathered[order]` is the row, if `gathered` is what the ranks hold, rank after rank."""
-        positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
-        return restore_row_order(positions, self.context_size)
-
     @cached_property
     def attention_spans(self) -> tuple[AttentionSpan, ...]:
         """This rank's queries and their keys, one span for each run of neighbouring tokens."""

@@ -101,11 +101,6 @@ def _find_parameter(name: str, shape: tuple[int, ...], table: TensorTable, place
     return parameter
 
 
-def base_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
-    """The weights without their adapters."""
-    return {name: tensor for name, tensor in named_weights(stages).items() if not is_adapter(name)}
-
-
 def adapter_weights(stages: Sequence[ModelStage]) -> dict[str, Tensor]:
     """The adapters alone."""
     return {name: tensor for name, tensor in named_weights(stages).items() if is_adapter(name)}

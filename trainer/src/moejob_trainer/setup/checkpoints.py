@@ -12,15 +12,17 @@ from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFa
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
 from moejob_trainer.model_check.checks import ModelChecks
+from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.objective import RunObjective
 
 
-def build_writer(context: RankContext, model: RunModel, state: StateFiles, run_objective: RunObjective) -> RunWriter:
-    """Build what writes the state of the run: the tensors of this rank, and on rank 0 the counters beside them."""
-    environment = context.environment
+def build_writer(
+    environment: RankEnvironment, model: RunModel, state: StateFiles, run_objective: RunObjective
+) -> RunWriter:
+    """Build the writer of the run's state: the tensors of this rank, and on rank 0 the counters beside them."""
     adapters = adapter_facts(environment.spec, has_weights=model.pretrained.has_weights)
     return RunWriter(
         state, run_objective.objective, run_objective.evaluations, adapters, is_first=environment.rank == 0

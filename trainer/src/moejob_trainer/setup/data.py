@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, sam
 from moejob_trainer.evaluation.answers import EvalPrompts, read_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
-from moejob_trainer.setup.prompts import stop_tokens
+from moejob_trainer.setup.prompts import answer_decoder, stop_tokens
 
 _FOLDERS = TypeAdapter(tuple[str, ...])
 _TOKENS = TypeAdapter(tuple[tuple[int, ...], ...])
@@ -80,9 +79,4 @@ def _load_eval_prompts(context: RankContext, model: RunModel, recipe: EncodingRe
         return tuple(prompt.tokens for prompt in records)
 
     tokens = context.on_first_rank(read_tokens, _TOKENS)
-    tokenizer = recipe.load_tokenizer()
-
-    def decode_answer(answer: Sequence[int]) -> str:
-        return str(tokenizer.decode([*answer], skip_special_tokens=True))
-
-    return EvalPrompts(settings, tokens, stop_tokens(recipe, model), records, decode_answer, folder)
+    return EvalPrompts(settings, tokens, stop_tokens(recipe, model), records, answer_decoder(recipe), folder)

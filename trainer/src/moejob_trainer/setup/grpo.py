@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from moejob_trainer.objectives.grpo.step_record import StepRecorder, recorded_se
 from moejob_trainer.rollouts.interface import AnswerGenerator, RoutedLayers, SamplingParams, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
-from moejob_trainer.setup.prompts import RunPrompts
+from moejob_trainer.setup.prompts import RunPrompts, answer_decoder
 from moejob_trainer.setup.rewards import RunRewards
 
 
@@ -81,12 +80,8 @@ def _build_collector(
     grpo = context.spec.grpo
     if grpo is None or prompts.sets is None or engines.generator is None or rewards is None:
         return None
-    tokenizer = prompts.recipe.load_tokenizer()
-
-    def decode_answer(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode([*tokens], skip_special_tokens=True))
-
-    sampler = GroupSampler(engines.generator, rewards.scorer, decode_answer, context.spec.training.seed, rewards.loop)
+    decode_answer, seed = answer_decoder(prompts.recipe), context.spec.training.seed
+    sampler = GroupSampler(engines.generator, rewards.scorer, decode_answer, seed, rewards.loop)
     params = SamplingParams(
         grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed
     )

@@ -24,6 +24,7 @@ from moejob_trainer.model.architecture import Architecture, read_architecture, t
 from moejob_trainer.model.pretrained import PretrainedModel, fetch_model, read_pretrained
 from moejob_trainer.rollouts.engine_model import lay_out_model
 from moejob_trainer.runtime.disk import Disk, replace_file
+from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.megatron_process import require_convertible
 from moejob_trainer.setup.context import RankContext
 
@@ -41,7 +42,7 @@ def load_model(context: RankContext) -> RunModel:
     """Fetch the model's files once for all ranks, and check that the job can train it."""
     spec = context.spec
     # The first rank downloads and writes files, for all ranks share the volume.
-    folder = context.on_first_rank(lambda: str(_fetch_model(context)), TEXT)
+    folder = context.on_first_rank(lambda: str(_fetch_model(context.environment)), TEXT)
     pretrained = read_pretrained(Path(folder), spec.model)
     origin = f"{folder}/config.json"
     # The plan was checked before the start, unless the model could not be read there. Check it first: all that is
@@ -52,28 +53,28 @@ def load_model(context: RankContext) -> RunModel:
     if spec.checkpoint.export_megatron:
         # Days of training would end in an export that was never possible.
         context.on_first_rank(lambda: require_convertible(Path(folder)), NOTHING)
-    context.on_first_rank(lambda: _write_export_inputs(context, Path(folder), model.shape), NOTHING)
+    context.on_first_rank(lambda: _write_export_inputs(context.environment, Path(folder), model.shape), NOTHING)
     if spec.method is Method.GRPO:
-        context.on_first_rank(lambda: _lay_out_for_engines(context, Path(folder), model.shape), TEXT)
+        context.on_first_rank(lambda: _lay_out_for_engines(context.environment, Path(folder), model.shape), TEXT)
     return RunModel(model, pretrained, build_tensor_table(model.shape))
 
 
-def _fetch_model(context: RankContext) -> Path:
-    spec, folder = context.spec, context.environment.folder
+def _fetch_model(environment: RankEnvironment) -> Path:
+    spec, folder = environment.spec, environment.folder
     if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is ResumeMode.RUN:
         # The place in the data and the base of adapters belong to the Hub commits that the other run has used.
         HubPins(folder).inherit_pins(folder_of_run(resume_folder(spec.checkpoint.resume_from, folder)))
     return fetch_model(spec.model, folder)
 
 
-def _write_export_inputs(context: RankContext, pretrained: Path, shape: ModelShape) -> None:
+def _write_export_inputs(environment: RankEnvironment, pretrained: Path, shape: ModelShape) -> None:
     """Leave in the run folder what `moejob export` needs beside a checkpoint."""
-    folder, spec = context.environment.folder, context.spec
+    folder, spec = environment.folder, environment.spec
     replace_file(Disk(), folder / RunFile.SPEC, spec_text(spec).encode())
     lay_out_model(pretrained, folder / RunFile.TEMPLATE, shape, getattr(torch, spec.model.dtype.value))
 
 
-def _lay_out_for_engines(context: RankContext, pretrained: Path, shape: ModelShape) -> str:
-    folder = context.environment.folder / RunFile.ENGINE_MODEL
-    lay_out_model(pretrained, folder, shape, getattr(torch, context.spec.model.dtype.value))
+def _lay_out_for_engines(environment: RankEnvironment, pretrained: Path, shape: ModelShape) -> str:
+    folder = environment.folder / RunFile.ENGINE_MODEL
+    lay_out_model(pretrained, folder, shape, getattr(torch, environment.spec.model.dtype.value))
     return str(folder)

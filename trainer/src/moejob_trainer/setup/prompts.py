@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moejob_trainer.data.encoding import end_of_text
@@ -53,6 +54,12 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
     count = context.on_first_rank(prepare_sets, INTEGER)
     steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)
     return RunPrompts(steps, prompt_sets[0] if prompt_sets else None, stop_tokens(recipe, model), recipe)
+
+
+def answer_decoder(recipe: EncodingRecipe) -> Callable[[Sequence[int]], str]:
+    """Return the function that turns the tokens of an answer into text."""
+    tokenizer = recipe.load_tokenizer()
+    return lambda tokens: str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
 
 def stop_tokens(recipe: EncodingRecipe, model: RunModel) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def connect_engines(
         fleet=fleet,
         world=context.control,
         transport=_build_transport(context, limits.start_seconds),
-        probe_terms=_build_trial(context, engine, prompts),
+        probe_terms=_build_probe_terms(context, engine, prompts),
         engine_terms=EngineTerms(
             gpu_memory=_shared_gpu_memory(context.spec, engine),
             is_colocated=separate_engines(context.spec) == 0,
@@ -92,7 +92,7 @@ def fleet_limits(spec: Spec) -> FleetLimits:
     return FleetLimits(answer_seconds=_ANY_SECONDS if rollout.staleness else hanging_seconds)
 
 
-def _build_trial(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
+def _build_probe_terms(context: RankContext, engine: MegatronTrainingEngine, prompts: RunPrompts) -> ProbeTerms:
     """Build the probe that ends each publication. All ranks call this together."""
     if context.spec.grpo is None:
         raise ValueError(f"method {context.spec.method} has no engines")

@@ -89,7 +89,7 @@ def find_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: in
 def _find_setting_remedies(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: int) -> tuple[Remedy, ...]:
     options = tuple(_remedy_options(spec, shape, layout, limit_bytes))
     try_options = partial(_try_options, spec, shape, layout, limit_bytes)
-    if single_changes := _fitting_remedies(try_options, ((option,) for option in options)):
+    if single_changes := tuple(_iterate_fitting(try_options, ((option,) for option in options))):
         return single_changes
     # Where everything together is not enough, no part of it is: most refused jobs end here.
     everything = next(_iterate_fitting(try_options, product(*_options_by_topic(spec, shape, options))), None)
@@ -111,12 +111,6 @@ def _drop_needless(try_options: Callable[[tuple[_RemedyOption, ...]], Remedy | N
         fewer = try_options(tuple(other for other in remedy.options if other is not option))
         remedy = remedy if fewer is None else fewer
     return remedy
-
-
-def _fitting_remedies(
-    try_options: Callable[[tuple[_RemedyOption, ...]], Remedy | None], choices: Iterable[tuple[_RemedyOption, ...]]
-) -> tuple[Remedy, ...]:
-    return tuple(_iterate_fitting(try_options, choices))
 
 
 def _iterate_fitting(
