@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,3 +128,12 @@ def test_a_mean_over_sequences_is_the_one_of_the_text() -> None:
     terms, weight = _update(_settings(LossAggregation.SEQUENCE), 1, RATIOS)
     assert weight == pytest.approx(6)
     assert f"{float(terms.total) / weight:.5f} in the second epoch" in (objective.__doc__ or "")
+
+
+def test_the_text_names_the_file_of_each_part() -> None:
+    place = (objective.__doc__ or "").partition("Where each of them is:")[2]
+    grpo_folder = Path(objective.__file__).parent
+    names = re.findall(r"[\w/]+\.py", place)
+    assert len(names) == 11
+    roots = (grpo_folder, grpo_folder.parents[1])
+    assert [name for name in names if not any((root / name).is_file() for root in roots)] == []

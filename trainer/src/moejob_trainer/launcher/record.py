@@ -39,7 +39,7 @@ log = LauncherLog()
 MOST_BYTES = 4 * 1024 * 1024
 _MOST_WAITING = 2_000
 MOST_ATTEMPTS = 64
-# For the rest of the events when the launcher ends.
+# Time to write the events that wait when the launcher ends.
 _CLOSE_SECONDS = 5.0
 _BATCH_SECONDS, _RETRY_SECONDS = 0.05, 0.2
 _PRIVATE = 0o700
@@ -146,7 +146,7 @@ class LauncherRecord:
             self.add(RunEventKind.LAST_LINES, rank=rank, restart=restart, lines=shown, cut=cut)
 
     def close(self) -> None:
-        """Write the rest, as far as the volume takes it in time."""
+        """Write the events that wait, and give up after a few seconds: the volume may hang."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

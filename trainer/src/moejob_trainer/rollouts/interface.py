@@ -104,13 +104,13 @@ class AnswerGenerator(Protocol):
     """Engines as one source of answers. Rank 0 alone uses it, with thousands of requests at a time."""
 
     async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
-        """Return an answer, from whichever engine has the least work and holds the published weights."""
+        """Return an answer of the engine with the least work among those that have the published weights."""
 
     async def wait_until_outdated(self) -> None:
         """Wait until no engine has the published weights any more, and one is there to take them again."""
 
     def measure_idle_share(self) -> float:
-        """Return the share of time since the last call in which engines had nothing to compute, their mean; 0 to 1."""
+        """Return the share of time since the last call in which an engine had nothing to compute; the mean, 0 to 1."""
 
 
 class WeightPublisher(Protocol):

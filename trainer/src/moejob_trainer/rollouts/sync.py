@@ -54,7 +54,7 @@ class WeightSync:
             # It may return in the middle of the update, with the previous weights.
             await self._fleet.lose_engine(engine, engine.reason)
         await asyncio.gather(*(self._fleet.give_up_answers(engine) for engine in engines if engine.in_flight))
-        # New requests wait for the probe: what is asked of an engine before may be answered by wrong weights.
+        # New requests wait for the probe: until then an engine may answer with wrong weights.
         await self._fleet.close_gate()
         return await self.run_on_each(engines, self._start_engine_update)
 

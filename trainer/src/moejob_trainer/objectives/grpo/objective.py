@@ -32,6 +32,10 @@ A worked step, with promptsPerStep 2, groupSize 3, epochsPerStep 2 and the defau
         second epoch     []       -0.92360 / 8 = -0.11545
     Sequence would take the mean of each answer, then of the six: -0.03848 in the second epoch.
 12. Each update ends with a step of the optimizer; the next step of training publishes the result.
+
+Where each of them is: 1 rollouts/publisher.py; 2 data/prompt_loader.py; 3 collecting.py, with group_queue.py and
+sampling.py; 4 rewards/scorer.py; 5 and 7 rollout_batch.py; 6 advantages.py; 8 data/packing.py; 9 to 11 loss.py;
+12 megatron/training_engine.py.
 """
 
 from __future__ import annotations
