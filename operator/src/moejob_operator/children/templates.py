@@ -15,7 +15,7 @@ from moejob_api.contract.pods import PodRole
 from moejob_api.job import Spec
 from moejob_api.pod_template.reading import raw_templates
 
-# Sidecars keep to the restricted profile of Pod Security as far as they say nothing else.
+# Sidecars keep to the restricted profile of Pod Security unless they say otherwise.
 _SIDECAR_SECURITY: Mapping[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _REPLACED = ("topologySpreadConstraints", "hostNetwork", "hostAliases", "dnsPolicy", "dnsConfig", "runtimeClassName")
 
@@ -27,7 +27,7 @@ def template_part(spec: Spec, role: PodRole, part: str) -> dict[str, Any]:
 
 
 def merge_pod_spec(pod_spec: dict[str, Any], patch: Mapping[str, Any], job_variables: int) -> dict[str, Any]:
-    """Merge a template's spec over a pod's. `job_variables` is the number of variables that are the job's, at first."""
+    """Merge a template's spec over a pod's. Of the variables, the first `job_variables` are the job's."""
     if not patch:
         return pod_spec
     merged = pod_spec | {name: patch[name] for name in _REPLACED if name in patch}
@@ -64,7 +64,7 @@ def _merge_containers(containers: list[dict[str, Any]], patch: Mapping[str, Any]
 def _merge_container(container: dict[str, Any], patch: Mapping[str, Any], job_variables: int) -> dict[str, Any]:
     merged = dict(container)
     if "env" in patch:
-        # Those of the contract stay behind, so that nothing overrides them.
+        # Variables of the contract come last, so that nothing overrides them.
         env = container["env"]
         job_env = _merge_by_name(env[:job_variables], patch["env"])
         merged["env"] = [*job_env, *env[job_variables:]]
