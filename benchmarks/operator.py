@@ -33,7 +33,7 @@ from benchmarks.contest.contenders import (
 )
 from benchmarks.contest.job_sets import NAME as JOB_SET
 from benchmarks.contest.job_sets import JobSetBuild, built_job_set, job_sets
-from benchmarks.contest.trace import traced
+from benchmarks.contest.trace import trace_jobs
 from benchmarks.record import Better, Result, record
 from cluster.binaries import KUBERNETES, find_or_build
 from cluster.by_hand import say
@@ -267,7 +267,7 @@ async def trace(folder: Path, peers: Peers) -> list[Result]:
         for who in everybody:
             await place.burst(who, 1, 2)
         for who in everybody:
-            for line in await traced(place, who, _TRACED_JOBS, 2):
+            for line in await trace_jobs(place, who, _TRACED_JOBS, 2):
                 say(line)
     return []
 
@@ -283,7 +283,7 @@ def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds:
         *_rows(
             f"{what}, until all are created, p99",
             "s",
-            {name: [quantile(c, 0.99) for c in each] for name, each in _created(bursts).items()},
+            {name: [quantile(c, 0.99) for c in each] for name, each in _creation_seconds(bursts).items()},
         ),
         *_rows(f"{what}, CPU of the operator a job", "ms", of(lambda burst: burst.cpu_ms_per_job), 2.0),
         *_rows(
@@ -296,7 +296,7 @@ def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds:
     ]
 
 
-def _created(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, list[list[float]]]:
+def _creation_seconds(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, list[list[float]]]:
     """Of each burst, how long each job took to have its pods; of those contenders whose pods say whose they are."""
     each = {name: [b.story.seconds_until_created() for b in those] for name, those in bursts.items()}
     return {name: those for name, those in each.items() if all(those)}
@@ -374,8 +374,8 @@ async def soak(folder: Path, peers: Peers) -> list[Result]:
             with ended_after((alone_on(plane),)) as (mine,):
                 await place.burst(mine, SOAK_JOBS, 2)
                 stay = await place.pods(mine)
-                await _soaked(place, mine, SOAK_WARM_UP)
-                held = [await _soaked(place, mine, SOAK_CYCLES // SOAK_POINTS) for _ in range(SOAK_POINTS)]
+                await _soak_jobs(place, mine, SOAK_WARM_UP)
+                held = [await _soak_jobs(place, mine, SOAK_CYCLES // SOAK_POINTS) for _ in range(SOAK_POINTS)]
                 first, last, replaced = held[0], held[-1], len(stay - await place.pods(mine))
                 what = f"soak, {SOAK_JOBS} to {2 * SOAK_JOBS} jobs and back, {SOAK_CYCLES} cycles:"
                 # What is free comes and goes by megabytes; what leaks is never free again.
@@ -393,7 +393,7 @@ async def soak(folder: Path, peers: Peers) -> list[Result]:
                 return [Result(BENCH, case, value, unit, Better.LOWER, to) for case, (value, unit, to) in grown.items()]
 
 
-async def _soaked(place: Arena, mine: Contender, cycles: int) -> _Held:
+async def _soak_jobs(place: Arena, mine: Contender, cycles: int) -> _Held:
     """Half of the jobs created and deleted so often, and what is held once idle connections have been closed."""
     for _ in range(cycles):
         burst = await place.burst(mine, SOAK_JOBS, 2)

@@ -52,7 +52,7 @@ def main() -> None:
 
 def search_results() -> list[Result]:
     """DeepSeek-V3 on 1024 GPUs: the whole search, and layouts distinguished a second, with all cuts of the layers."""
-    job, shape = seen(JOB)
+    job, shape = read_job_and_shape(JOB)
     count = sum(len(cuts) for cuts in candidate_layouts(job.spec, shape, GPUS))
     seconds = milliseconds(lambda: best_layouts(job.spec, shape, GPUS, gpu_hardware(GpuType.H100)), runs=5) / 1000
     return [
@@ -69,11 +69,11 @@ def search_results() -> list[Result]:
 
 def planning_milliseconds(file: Path) -> float:
     """Planning alone: the job is parsed and the model's shape is known."""
-    job, shape = seen(file)
+    job, shape = read_job_and_shape(file)
     return milliseconds(lambda: plan_job(job.spec, shape))
 
 
-def seen(file: Path) -> tuple[MoETrainingJob, ModelShape]:
+def read_job_and_shape(file: Path) -> tuple[MoETrainingJob, ModelShape]:
     """The job of a file and the shape of its model, which is one of those that come along."""
     job = read_file(str(file))
     shape = model_shape(job.spec.model.source, job.spec.model.revision)
@@ -85,7 +85,7 @@ def seen(file: Path) -> tuple[MoETrainingJob, ModelShape]:
 def milliseconds(action: Callable[[], object], runs: int = 30) -> float:
     """Median of some runs after a warm-up."""
     action()
-    return statistics.median(timed(action) for _ in range(runs)) * 1000
+    return statistics.median(time_action(action) for _ in range(runs)) * 1000
 
 
 def completion_seconds() -> float:
@@ -103,10 +103,10 @@ def process_seconds(*arguments: str, runs: int = 11, **variables: str) -> float:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
 
     run()
-    return statistics.median(timed(run) for _ in range(runs))
+    return statistics.median(time_action(run) for _ in range(runs))
 
 
-def timed(action: Callable[[], object]) -> float:
+def time_action(action: Callable[[], object]) -> float:
     """Seconds of one run."""
     started = time.perf_counter()
     action()

@@ -116,7 +116,7 @@ def main() -> int:
     rows = [row for row in ROWS if asked.only is None or asked.only in row.name]
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="moejob-bench-") as folder:
-        results = _measured(Path(folder), rows, asked.times)
+        results = _measure_rows(Path(folder), rows, asked.times)
     if asked.only is None and not asked.dry:
         record(results, ["pydantic"], f"Kubernetes {KUBERNETES.version}, load average before {load:.1f}", table)
     else:
@@ -124,7 +124,7 @@ def main() -> int:
     return 0
 
 
-def _measured(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
+def _measure_rows(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
     with run_cluster(folder, find_programs(say)) as nodes, install_release(nodes, folder) as home:
         nodes.load_images(
             {COLD_IMAGE: write_variant(folder / "cold", build_image("trainer-cpu"), {"Cmd": ["--preload="]})}
@@ -140,21 +140,21 @@ def _recoveries(harness: FaultHarness, row: Row, times: int) -> Iterator[Recover
             target.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
             for _ in range(1 if row.cuts is not None else times):
                 found = _recovery(harness, row, target)
-                say(f"{row.name:55} {_told(found)}")
+                say(f"{row.name:55} {_recovery_text(found)}")
                 yield found
                 target.await_risk(found.first_after.step + EVERY, STEPS_AT_RISK)
             harness.assert_unharmed(target)
 
 
 def _recovery(harness: FaultHarness, row: Row, target: TargetJob) -> Recovery:
-    with _mended(harness, row, target):
+    with _without_network(harness, row, target):
         found = measure_recovery(target, lambda pods: row.fault(harness, target, pods))
     harness.await_operator()
     return found
 
 
 @contextmanager
-def _mended(harness: FaultHarness, row: Row, target: TargetJob) -> Iterator[None]:
+def _without_network(harness: FaultHarness, row: Row, target: TargetJob) -> Iterator[None]:
     if row.cuts is None:
         yield
         return
@@ -162,7 +162,7 @@ def _mended(harness: FaultHarness, row: Row, target: TargetJob) -> Iterator[None
         yield
 
 
-def _told(found: Recovery) -> str:
+def _recovery_text(found: Recovery) -> str:
     parts = " ".join(f"{part} {getattr(found.split, part):.2f}" for part in PARTS)
     return f"{found.seconds:6.2f} s = {parts}, {found.lost_steps} steps again, pods {sorted(found.new_pods)} new"
 

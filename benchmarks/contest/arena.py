@@ -84,7 +84,7 @@ class Arena:
         """Create jobs as fast as they are taken; return when all pods run and the contender is quiet."""
         names = [f"j{self._named + index:05}" for index in range(count)]
         self._named += count
-        with self._told(contender) as story:
+        with self._follow_story(contender) as story:
             before, manager_before = contender.costs(), self._manager_cpu_seconds()
             free = asyncio.Semaphore(_AT_ONCE)
             await asyncio.gather(*(self._create(contender, contender.body(name, pods), free) for name in names))
@@ -101,7 +101,7 @@ class Arena:
             async for page in self.api.list_pages(contender.collection, {})
             for job in page.items
         ]
-        with self._told(contender) as story:
+        with self._follow_story(contender) as story:
             for name in names[:count]:
                 about = {"metadata": {"annotations": {"seen": str(time.time())}}}
                 await self.api.patch(f"{contender.collection}/{name}", about)
@@ -110,7 +110,7 @@ class Arena:
 
     async def restart(self, contender: Contender, name: str, pods: int) -> float:
         """Delete all pods of a job at once. Seconds until as many run again."""
-        with self._told(contender) as story:
+        with self._follow_story(contender) as story:
             started = time.time()
             chosen = [f"--selector={contender.label}={name}", f"--namespace={contender.namespace}"]
             await asyncio.to_thread(self.plane.kubectl, "delete", "pods", "--wait=false", "--grace-period=0", *chosen)
@@ -170,7 +170,7 @@ class Arena:
                 story.tell(entry)
 
     @contextmanager
-    def _told(self, contender: Contender) -> Iterator[Story]:
+    def _follow_story(self, contender: Contender) -> Iterator[Story]:
         self._read()
         story = Story(contender.namespace, contender.user)
         self._stories.append(story)

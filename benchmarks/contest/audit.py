@@ -52,7 +52,7 @@ class Story:
         """One entry of the log."""
         about = entry.get("objectRef") or {}
         if entry["user"]["username"] == self.user and entry["verb"] != "watch":
-            self._asked(entry, about)
+            self._count_request(entry, about)
         if about.get("namespace") != self.namespace or entry["responseStatus"].get("code", 500) >= 300:
             return
         name, resource = about.get("name", ""), about.get("resource")
@@ -65,7 +65,7 @@ class Story:
         elif by == KUBELETS and resource == "pods" and part == "status":
             self.running_at.setdefault(job, []).append(_seconds(entry["stageTimestamp"]))
 
-    def _asked(self, entry: dict[str, Any], about: dict[str, Any]) -> None:
+    def _count_request(self, entry: dict[str, Any], about: dict[str, Any]) -> None:
         what = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
         self.requests[f"{entry['verb']} {what}"] += 1
         self.last_request_at = _seconds(entry["stageTimestamp"])

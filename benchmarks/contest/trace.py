@@ -29,29 +29,29 @@ class Line:
     took: float | None = None
 
 
-async def traced(place: Arena, who: Contender, jobs: int, pods: int) -> list[str]:
+async def trace_jobs(place: Arena, who: Contender, jobs: int, pods: int) -> list[str]:
     """Create jobs one after the other. Returns the lines of all of them together, and those of the middle one."""
     audit, log = Tail(place.plane.audit_log), Tail(who.process.log)
-    list(audit.entries()), list(_parsed(log))
+    list(audit.entries()), list(_log_entries(log))
     lives: list[tuple[float, list[Line]]] = []
     for _ in range(jobs):
         burst = await place.burst(who, 1, pods, _QUIET_SECONDS)
         [started] = burst.story.asked_at.values()
-        lines = [*_requests(audit.entries(), who), *_of_operator(_parsed(log))]
+        lines = [*_requests(audit.entries(), who), *_of_operator(_log_entries(log))]
         [seconds] = burst.story.seconds_until_running()
-        lives.append((1000 * seconds, sorted(_since(started, lines), key=lambda line: line.at)))
+        lives.append((1000 * seconds, sorted(_on_clock_of_job(started, lines), key=lambda line: line.at)))
     middle = sorted(lives, key=lambda life: life[0])[len(lives) // 2]
     return [
         "",
         f"{who.name}: {jobs} jobs of {pods} pods, one after the other; began (least to most) and took, in ms",
-        *_together([lines for _, lines in lives]),
+        *_common_steps([lines for _, lines in lives]),
         "",
         f"{who.name}: the middle one, which ran after {middle[0]:.1f} ms",
-        *(_shown(line.what, f"{line.at:8.1f}", line.took) for line in middle[1]),
+        *(_step_text(line.what, f"{line.at:8.1f}", line.took) for line in middle[1]),
     ]
 
 
-def _together(lives: Sequence[Sequence[Line]]) -> Iterator[str]:
+def _common_steps(lives: Sequence[Sequence[Line]]) -> Iterator[str]:
     """Yield a line for each step that most of the jobs have, in the order of their medians."""
     steps: dict[str, list[Line]] = {}
     for lines in lives:
@@ -62,10 +62,10 @@ def _together(lives: Sequence[Sequence[Line]]) -> Iterator[str]:
         begun = [line.at for line in found]
         took = [line.took for line in found if line.took is not None]
         when = f"{median(begun):8.1f} ({min(begun):6.1f} to {max(begun):6.1f})"
-        yield _shown(what, when, median(took) if took else None)
+        yield _step_text(what, when, median(took) if took else None)
 
 
-def _shown(what: str, when: str, took: float | None) -> str:
+def _step_text(what: str, when: str, took: float | None) -> str:
     return f"{when} {'' if took is None else f'{took:.1f}':>7}  {what}"
 
 
@@ -81,7 +81,7 @@ def _requests(entries: Iterable[dict[str, Any]], who: Contender) -> Iterator[Lin
         yield Line(f"{by}: {entry['verb']} {resource}", began, 1000 * (ended - began))
 
 
-def _parsed(log: Tail) -> Iterator[dict[str, Any]]:
+def _log_entries(log: Tail) -> Iterator[dict[str, Any]]:
     """Yield what an operator of ours logs; the lines of others are no JSON."""
     try:
         yield from log.entries()
@@ -107,7 +107,7 @@ def _of_operator(lines: Iterable[dict[str, Any]]) -> Iterator[Line]:
                 continue
 
 
-def _since(started: float, lines: Iterable[Line]) -> Iterator[Line]:
+def _on_clock_of_job(started: float, lines: Iterable[Line]) -> Iterator[Line]:
     """Yield them on the clock of a job that was asked for at a time, those of one name numbered."""
     count: Counter[str] = Counter()
     for line in sorted(lines, key=lambda line: line.at):

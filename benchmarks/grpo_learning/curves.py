@@ -77,7 +77,7 @@ def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
     rows = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
     for line in lines:
         cells = [_title(line), f"{line['seed']}", f"{line['steps']} of {line['stepsAsked']}"]
-        cells += [_shown(choose(line[name])) if line[name] else "" for name, choose in _COLUMNS.values()]
+        cells += [_value_text(choose(line[name])) if line[name] else "" for name, choose in _COLUMNS.values()]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([*rows, "", f"Measured with {lines[-1]['stack']}, commit {lines[-1]['commit']}."])
 
@@ -90,7 +90,7 @@ def _last_steps(values: Sequence[float]) -> float:
     return mean(values[-_SMOOTHED:])
 
 
-def _shown(value: float) -> str:
+def _value_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

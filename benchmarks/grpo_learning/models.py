@@ -29,7 +29,7 @@ def write_divisible(folder: Path, model: Path, key_value_heads: int = 4) -> Path
     head = config.get("head_dim") or config["hidden_size"] // queries
     rows = {"q_proj": queries // groups * head, "k_proj": head, "v_proj": head}
     tensors = load_file(model / "model.safetensors")
-    widened = {name: _widened(name, tensor, rows, key_value_heads - groups) for name, tensor in tensors.items()}
+    widened = {name: _widen_tensor(name, tensor, rows, key_value_heads - groups) for name, tensor in tensors.items()}
     save_file(widened, made / "model.safetensors", metadata={"format": "pt"})
     sizes: dict[str, Any] = {"num_attention_heads": queries // groups * key_value_heads, "head_dim": head}
     text = json.dumps(config | sizes | {"num_key_value_heads": key_value_heads}, indent=2)
@@ -37,7 +37,7 @@ def write_divisible(folder: Path, model: Path, key_value_heads: int = 4) -> Path
     return made.rename(folder)
 
 
-def _widened(name: str, tensor: Tensor, rows: Mapping[str, int], more_groups: int) -> Tensor:
+def _widen_tensor(name: str, tensor: Tensor, rows: Mapping[str, int], more_groups: int) -> Tensor:
     """Return a tensor with room for further groups of heads. `rows` are those of one group in each projection."""
     projection = name.removesuffix(".weight").rpartition(".")[2]
     if projection == "o_proj":

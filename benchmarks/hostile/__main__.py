@@ -21,7 +21,7 @@ from benchmarks.hostile.attacks import (
     Answer,
     Attack,
     Target,
-    attacked,
+    attack_target,
     body_of_a_stranger,
     damaged_requests,
     dense,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure everything and write the page; with --quick for a second each, unrecorded."""
     is_quick = "--quick" in arguments
     seconds = 1.0 if is_quick else _SECONDS
-    tried = searched(1 if is_quick else _SEEDS, is_quick=is_quick)
+    tried = search_reviews(1 if is_quick else _SEEDS, is_quick=is_quick)
     results = [*review_results(tried), *asyncio.run(listener_results(tried, seconds))]
     if not is_quick:
         record(results, ["kopf", "aiohttp", "pydantic"])
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{result.case:95} {result.value:10.4g} {result.unit:5} target {result.target or '-':>6} {met}")
 
 
-def searched(seeds: int, *, is_quick: bool) -> list[HostileReview]:
+def search_reviews(seeds: int, *, is_quick: bool) -> list[HostileReview]:
     """Search for the reviews that take longest, the worst first."""
     size = (60, 2, 10) if is_quick else (_DRAWN, _CLIMBS, _STEPS)
     found = [review for seed in range(seeds) for review in worst_reviews(random.Random(seed), *size)]
@@ -165,7 +165,7 @@ async def _attacks_on_webhook(
             trust = ssl.create_default_context(cafile=authority)
             name = service_hosts("moejob-webhook", "moejob-system")[0]
             target = Target(listener.port, trust, name)
-            measured = await _measured(listener, target, case, honest_review(), seconds)
+            measured = await _measure_attack(listener, target, case, honest_review(), seconds)
             results += _results(f"webhook: {case.name}", measured, target.honest, is_operators=True)
     return results
 
@@ -177,7 +177,7 @@ async def _attacks_on(
     for case in cases:
         with served(*program, name) as listener:
             target = Target(listener.port)
-            measured = await _measured(listener, target, case, got(path or f"/{name}"), seconds)
+            measured = await _measure_attack(listener, target, case, got(path or f"/{name}"), seconds)
             results += _results(f"{listens}: {case.name}", measured, target.honest, is_operators=program is OPERATOR)
     return results
 
@@ -187,7 +187,7 @@ async def _attacks_on_store(seconds: float) -> list[Result]:
     for case in store_cases():
         with served(*LAUNCHER, "store", SECRET) as listener, served(*LAUNCHER, "launcher", SECRET) as launcher:
             await asyncio.to_thread(launcher.told, f"begin {listener.port}")
-            measured = await _measured(listener, Target(listener.port), case, None, seconds)
+            measured = await _measure_attack(listener, Target(listener.port), case, None, seconds)
             waited = json.loads(await asyncio.to_thread(launcher.told, "end"))
             results += _results(f"store: {case.name}", measured, waited, is_operators=False)
     return results
@@ -213,9 +213,11 @@ async def _attacks_by_pods(seconds: float) -> list[Result]:
     return results
 
 
-async def _measured(listener: Listener, target: Target, case: Case, honest: bytes | None, seconds: float) -> Measured:
+async def _measure_attack(
+    listener: Listener, target: Target, case: Case, honest: bytes | None, seconds: float
+) -> Measured:
     await asyncio.to_thread(listener.told, "begin")
-    await attacked(target, case.attack, honest, seconds)
+    await attack_target(target, case.attack, honest, seconds)
     return await asyncio.to_thread(listener.measured)
 
 

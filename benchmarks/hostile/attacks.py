@@ -46,9 +46,9 @@ class Target:
 Attack = Callable[[Target, random.Random], Awaitable[None]]
 
 
-async def attacked(target: Target, attack: Attack, honest: bytes | None, seconds: float) -> None:
+async def attack_target(target: Target, attack: Attack, honest: bytes | None, seconds: float) -> None:
     """Attack with many clients at once, while an honest one asks again and again, unless another process does."""
-    clients = [asyncio.create_task(_again(attack, target, random.Random(number))) for number in range(_CLIENTS)]
+    clients = [asyncio.create_task(_repeat_attack(attack, target, random.Random(number))) for number in range(_CLIENTS)]
     if honest is not None:
         clients.append(asyncio.create_task(_ask(target, honest)))
     await asyncio.sleep(seconds)
@@ -57,7 +57,7 @@ async def attacked(target: Target, attack: Attack, honest: bytes | None, seconds
     await asyncio.wait(clients)
 
 
-async def _again(attack: Attack, target: Target, draw: random.Random) -> None:
+async def _repeat_attack(attack: Attack, target: Target, draw: random.Random) -> None:
     while True:
         with suppress(*_FAILURES):
             await attack(target, draw)

@@ -71,12 +71,12 @@ class HostileReview:
 
 def worst_reviews(draw: random.Random, drawn: int, climbs: int, steps: int) -> list[HostileReview]:
     """Draw reviews, then change the worst of them step by step; all that were tried, the worst first."""
-    tried = [_measured({place: draw.choice(values) for place, values in GENES.items()}) for _ in range(drawn)]
+    tried = [_measure_review({place: draw.choice(values) for place, values in GENES.items()}) for _ in range(drawn)]
     best = sorted(tried, key=lambda one: -one.seconds)[:climbs]
     for start in best:
         found = start
         for _ in range(steps):
-            other = _measured(_changed(found.genes, draw))
+            other = _measure_review(_change_genes(found.genes, draw))
             tried.append(other)
             # What takes as long is taken too: from a plateau there may be a way up.
             found = max(other, found, key=lambda one: one.seconds)
@@ -139,7 +139,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _measured(genes: Drawn) -> HostileReview:
+def _measure_review(genes: Drawn) -> HostileReview:
     review = request(genes)
     # The lesser of two: other work on the machine only adds.
     return HostileReview(genes, min(_thread_seconds(review) for _ in range(2)))
@@ -151,7 +151,7 @@ def _thread_seconds(review: Mapping[str, Any]) -> float:
     return time.thread_time() - started
 
 
-def _changed(genes: Drawn, draw: random.Random) -> Drawn:
+def _change_genes(genes: Drawn, draw: random.Random) -> Drawn:
     places = list(islice(iter(draw.sample(list(GENES), 3)), draw.choice((1, 1, 2, 3))))
     return genes | {place: draw.choice(GENES[place]) for place in places}
 

@@ -51,8 +51,8 @@ def main() -> None:
         folder = Path(made)
         model = _model(folder / "model")
         with _alone(folder, folder / "model") as alone:
-            pairs, disk = _served(folder / "disk", model, "Disk", alone)
-        _, broadcast = _served(folder / "gloo", model, "Gloo", None)
+            pairs, disk = _serve_model(folder / "disk", model, "Disk", alone)
+        _, broadcast = _serve_model(folder / "gloo", model, "Gloo", None)
         results = [
             *_generation(pairs),
             *_synchronization("Disk", disk),
@@ -90,7 +90,7 @@ def _rounds() -> list[list[Tokens]]:
 # --- our client -------------------------------------------------------------------------------------------------------
 
 
-def _served(
+def _serve_model(
     folder: Path, model: PreTrainedModel, sync: str, alone: Alone | None
 ) -> tuple[list[tuple[float, float]], list[SyncReport]]:
     """Tokens a second of each round, ours and those of vLLM alone; the reports of several synchronizations."""

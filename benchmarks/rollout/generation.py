@@ -96,7 +96,7 @@ def main() -> None:
         case = _Case(config, given.out / str(tensor), tensor, given.share, gpu_type)
         (case.folder / "engine-model").mkdir(parents=True)
         (case.folder / "engine-model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        for side, at_once, rates in _measured(case, given.at_once, is_compiled=given.compiled):
+        for side, at_once, rates in _measure_sides(case, given.at_once, is_compiled=given.compiled):
             line = {
                 "side": side,
                 "layers": config["num_hidden_layers"],
@@ -110,7 +110,7 @@ def main() -> None:
             sys.stdout.flush()
 
 
-def _measured(case: _Case, counts: Sequence[int], *, is_compiled: bool) -> Iterator[tuple[str, int, list[float]]]:
+def _measure_sides(case: _Case, counts: Sequence[int], *, is_compiled: bool) -> Iterator[tuple[str, int, list[float]]]:
     yield from (("ours", *one) for one in _ours(case, counts))
     for side, settings in (("vLLM", {"compilation_config": _GRAPHS}), ("vLLM, compiled", {})):
         if settings or is_compiled:

@@ -133,7 +133,7 @@ def _ran(name: str, model: Path, work: Path, out: Path, steps: int) -> bool:
     _say(f"== {name}")
     run = run_job(_job(CASES[name], model, steps), name, (work / f"run-{name}", out), CASES[name].gpus, _LIMITS)
     for step in run.steps:
-        _say(json.dumps({"case": name, "step": step.get("step")} | _picked(step, (*_SHOWN, *_MORE))))
+        _say(json.dumps({"case": name, "step": step.get("step")} | _pick_fields(step, (*_SHOWN, *_MORE))))
     _say(f"== {name}: exit {run.code}, {len(run.steps)} of {steps} steps, {monotonic() - begun:.0f} s")
     if run.code or len(run.steps) < steps:
         _say(log_tails(name, out))
@@ -141,7 +141,7 @@ def _ran(name: str, model: Path, work: Path, out: Path, steps: int) -> bool:
     return True
 
 
-def _picked(step: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _pick_fields(step: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     flat = {**step, **step.get("metrics", {})}
     return {name: flat[name] for name in names if name in flat}
 

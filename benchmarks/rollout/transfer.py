@@ -73,7 +73,7 @@ def main() -> None:
     engine = Engine(folder, given.out / "engine.log", **_sections(given.share))
     try:
         engine.await_ready()
-        _measured(engine.url, _Weights(config))
+        _measure_ways(engine.url, _Weights(config))
     finally:
         engine.kill()
 
@@ -105,7 +105,7 @@ class _Weights:
         return hugging_face_tensors(self._state, build_tensor_table(self.shape, stacking), ModelGroups())
 
 
-def _measured(url: str, weights: _Weights) -> None:
+def _measure_ways(url: str, weights: _Weights) -> None:
     device = torch.device("cuda", 0)
     for way in WAYS:
         fleet = EngineFleet([url], EngineConnection(SECRET), LIMITS)
@@ -115,7 +115,7 @@ def _measured(url: str, weights: _Weights) -> None:
         with closing(Publisher(fleet=fleet, world=None, transport=transport, probe_terms=trial)) as publisher:
             reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
         alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
-        _say(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
+        _print_line(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
 
 
 def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
@@ -126,7 +126,7 @@ def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
     return time.monotonic() - begun
 
 
-def _say(way: Way, size_bytes: int, seconds: Sequence[float], alone: Sequence[float], probe: float) -> None:
+def _print_line(way: Way, size_bytes: int, seconds: Sequence[float], alone: Sequence[float], probe: float) -> None:
     line = {
         "way": way.name,
         "gigabytes": round(size_bytes / 1e9, 2),

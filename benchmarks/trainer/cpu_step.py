@@ -64,12 +64,12 @@ LENGTHS = {
 def main() -> None:
     """Measures in turns and records."""
     ours, theirs = _ours(), _theirs()
-    results = [result for case, lengths in LENGTHS.items() for result in _compared(case, lengths, ours, theirs)]
+    results = [result for case, lengths in LENGTHS.items() for result in _compare_steps(case, lengths, ours, theirs)]
     record(results, ["torch", "transformers", "megatron-core"])
     dist.destroy_process_group()
 
 
-def _compared(case: str, lengths: Sequence[int], ours: Step, theirs: Step) -> list[Result]:
+def _compare_steps(case: str, lengths: Sequence[int], ours: Step, theirs: Step) -> list[Result]:
     random = np.random.default_rng(0)
     pairs = []
     for _ in range(ROUNDS):

@@ -33,13 +33,13 @@ def main() -> None:
     """Print tokens a second of each part."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        source = Dataset(source=str(written(path / "chats.jsonl")), format=DataFormat.CHAT)
+        source = Dataset(source=str(write_conversations(path / "chats.jsonl")), format=DataFormat.CHAT)
         recipe = EncodingRecipe(Model(source=tiny.TOKENIZER), Data(train=(source,), max_length=MAX_LENGTH))
-        corpora = [tokenized(recipe, path / str(workers), workers) for workers in sorted({1, os.cpu_count() or 1})]
+        corpora = [tokenize_timed(recipe, path / str(workers), workers) for workers in sorted({1, os.cpu_count() or 1})]
         print(f"draw, pack, assemble:  {assembling(corpora[:1], recipe):12,.0f} tokens/s of the global batch")
 
 
-def written(path: Path) -> Path:
+def write_conversations(path: Path) -> Path:
     """Long conversations made of the tiny ones: of 30 to about 3,000 tokens."""
     pool = [fields["messages"] for fields in tiny.chat_records("train")]
     with path.open("w") as lines:
@@ -50,7 +50,7 @@ def written(path: Path) -> Path:
     return path
 
 
-def tokenized(recipe: EncodingRecipe, folder: Path, workers: int) -> Corpus:
+def tokenize_timed(recipe: EncodingRecipe, folder: Path, workers: int) -> Corpus:
     """The data, and a line about how fast it was made; the start of the processes counts."""
     started = time.perf_counter()
     [prepared] = prepare_datasets(recipe.data.train, recipe, folder, workers)

@@ -59,15 +59,15 @@ def disk_speed(folder: Path, size_bytes: int, files: int) -> DiskSpeed:
 def _together(paths: list[Path], parts: int, flags: int) -> tuple[float, bool]:
     begun = time.perf_counter()
     with ThreadPoolExecutor(len(paths)) as threads:
-        direct = list(threads.map(lambda path: _moved(path, parts, flags), paths))
+        direct = list(threads.map(lambda path: _move_file(path, parts, flags), paths))
     return time.perf_counter() - begun, all(direct)
 
 
-def _moved(path: Path, parts: int, flags: int) -> bool:
+def _move_file(path: Path, parts: int, flags: int) -> bool:
     """Write or read a file; return whether it went past the cache."""
     # Direct access needs memory that begins at a page.
     part = mmap.mmap(-1, PART_BYTES)
-    with _opened(path, flags) as (descriptor, is_direct):
+    with _open_past_cache(path, flags) as (descriptor, is_direct):
         writes = bool(flags & os.O_WRONLY)
         if writes:
             part.write(os.urandom(PART_BYTES))
@@ -82,7 +82,7 @@ def _moved(path: Path, parts: int, flags: int) -> bool:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[tuple[int, bool]]:
+def _open_past_cache(path: Path, flags: int) -> Iterator[tuple[int, bool]]:
     try:
         descriptor, is_direct = os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError:

@@ -71,7 +71,7 @@ def measured(chosen: argparse.Namespace, device: torch.device) -> Line:
         _profile(lambda: of_rank.engine.update(batch, loss))
     if result is None:
         raise ValueError(f"{STEPS} steps make no result")
-    about = _measured(chosen, of_rank, result, seconds[WARM:])
+    about = _measured_numbers(chosen, of_rank, result, seconds[WARM:])
     starting = {"builtSeconds": round(built_seconds, 1), "firstStepSeconds": round(seconds[0], 1)}
     return {**about, **starting, "peakGiB": peak_gib(device), **expected(of_rank), **stack(device)}
 
@@ -100,7 +100,7 @@ def _profile(step: Callable[[], object]) -> None:
     print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=90))
 
 
-def _measured(
+def _measured_numbers(
     chosen: argparse.Namespace, of_rank: Started, result: UpdateResult, seconds: list[float]
 ) -> dict[str, object]:
     step = float(np.median(seconds))

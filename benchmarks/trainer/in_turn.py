@@ -81,7 +81,7 @@ def in_turn(
             print(f"case {number + 1} of {len(names)}: {names[number]}", file=sys.stderr, flush=True)
         begun = time.perf_counter()
         with _ended_after(most_seconds, names[number]):
-            line = _one(ranks, number, names[number], measure)
+            line = _run_case(ranks, number, names[number], measure)
         if ranks.rank == 0:
             whole = {**line, "wallSeconds": round(time.perf_counter() - begun, 1)}
             print(json.dumps(whole), flush=True)
@@ -101,15 +101,15 @@ def _first(ranks: Ranks, log: CaseLog) -> int:
     return int(ranks.store.get(key))
 
 
-def _one(ranks: Ranks, number: int, name: str, measure: Callable[[int, torch.device], Line]) -> Line:
-    outcome = _tried(ranks, number, measure)
+def _run_case(ranks: Ranks, number: int, name: str, measure: Callable[[int, torch.device], Line]) -> Line:
+    outcome = _try_case(ranks, number, measure)
     outcomes = _everyones(ranks, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/outcome/{number}", name, outcome)
     failed = [one for one in outcomes if "error" in one]
     ranks.part(is_broken=bool(failed))
     return {"name": name, **failed[0]} if failed else outcome
 
 
-def _tried(ranks: Ranks, number: int, measure: Callable[[int, torch.device], Line]) -> Line:
+def _try_case(ranks: Ranks, number: int, measure: Callable[[int, torch.device], Line]) -> Line:
     try:
         ranks.join(f"case-{number}")
         return measure(number, ranks.device)

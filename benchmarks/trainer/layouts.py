@@ -84,7 +84,7 @@ def main() -> None:
     asked.add_argument("--only", nargs="*", choices=LAYOUTS.get(gpus, ()), metavar="LAYOUT")
     asked.add_argument("--options", default="", help="of gpu_step, for all layouts")
     chosen = asked.parse_args()
-    lines = _in(chosen.of) if chosen.of else _measured(gpus, chosen.only, chosen.options)
+    lines = _in(chosen.of) if chosen.of else _measure_layouts(gpus, chosen.only, chosen.options)
     if lines is not None:
         print(json.dumps({"order": compared(list(_seconds(lines)))}), flush=True)
 
@@ -110,7 +110,7 @@ def compared(of: Sequence[LayoutSeconds]) -> dict[str, object]:
     }
 
 
-def _measured(gpus: int, only: Sequence[str] | None, options: str) -> list[Line] | None:
+def _measure_layouts(gpus: int, only: Sequence[str] | None, options: str) -> list[Line] | None:
     if gpus not in LAYOUTS:
         raise ValueError(f"there are layouts for {' and '.join(map(str, LAYOUTS))} GPUs, not {gpus}; start as many")
     names = only or list(LAYOUTS[gpus])

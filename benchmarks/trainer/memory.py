@@ -148,18 +148,18 @@ def main() -> None:
     wanted, device = parser.parse_args().only, joined()
     for run in RUNS:
         if run.case in wanted:
-            print(json.dumps(_measured(run, device)), flush=True)
+            print(json.dumps(_measure_run(run, device)), flush=True)
             stop_groups()
             gc.collect()
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def _measured(run: Run, device: torch.device) -> dict[str, Any]:
+def _measure_run(run: Run, device: torch.device) -> dict[str, Any]:
     of_rank, random = started(run.whole_config, run.spec(), device), np.random.default_rng(1)
     found = Bytes()
     for _ in range(STEPS):
-        with _counted(of_rank, found):
+        with _count_bytes(of_rank, found):
             of_rank.engine.update(of_rank.batch([run.sequence] * run.micro, random), loss)
     free, whole = torch.cuda.mem_get_info()
     return {
@@ -180,11 +180,11 @@ def _measured(run: Run, device: torch.device) -> dict[str, Any]:
 
 
 @contextmanager
-def _counted(of_rank: Started, found: Bytes) -> Iterator[None]:
+def _count_bytes(of_rank: Started, found: Bytes) -> Iterator[None]:
     """Count while a step is made: what the first layer keeps, and both phases' peaks."""
     begins = list[int]()
     layers = [m for stage in of_rank.engine.stages for m in stage.modules() if isinstance(m, TransformerLayer)]
-    hooks = [layer.register_forward_pre_hook(lambda *_: begins.append(_allocated())) for layer in layers[:2]]
+    hooks = [layer.register_forward_pre_hook(lambda *_: begins.append(_allocated_bytes())) for layer in layers[:2]]
     optimizer = of_rank.engine.optimizer
     norm = optimizer.gradient_norm
 
@@ -202,7 +202,7 @@ def _counted(of_rank: Started, found: Bytes) -> Iterator[None]:
         hook.remove()
 
 
-def _allocated() -> int:
+def _allocated_bytes() -> int:
     return torch.cuda.memory_allocated()
 
 

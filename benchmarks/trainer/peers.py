@@ -104,7 +104,7 @@ def _mixture(chosen: argparse.Namespace, device: torch.device) -> Line:
     segments = documents.segment_ids().to(device)
     own = LocalTokens(torch.ones_like(segments, dtype=torch.bool), segments)
     packed = make_packed_batch(documents, model.rotary, None, own)
-    seconds = _repeated(layer, lambda x: layer(x, packed), _tokens(chosen, model.shape.hidden, device), device)
+    seconds = _median_seconds(layer, lambda x: layer(x, packed), _tokens(chosen, model.shape.hidden, device), device)
     return _line(chosen, device, "moejob", seconds, 1)
 
 
@@ -120,7 +120,7 @@ def _transformers_mixture(chosen: argparse.Namespace, device: torch.device) -> L
         y: Tensor | tuple[Tensor, ...] = block(x.view(chosen.micro, chosen.length, -1))
         return y[0] if isinstance(y, tuple) else y
 
-    seconds = _repeated(block, mixed, _tokens(chosen, config.hidden_size, device), device)
+    seconds = _median_seconds(block, mixed, _tokens(chosen, config.hidden_size, device), device)
     return _line(chosen, device, "Transformers", seconds, 1)
 
 
@@ -130,7 +130,7 @@ def _tokens(chosen: argparse.Namespace, hidden: int, device: torch.device) -> Te
     return tokens.requires_grad_()
 
 
-def _repeated(layer: nn.Module, mixed: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> float:
+def _median_seconds(layer: nn.Module, mixed: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> float:
     """Return the median seconds of a forward and a backward pass."""
     slope, seconds = torch.randn_like(x), []
     for _ in range(WARM_REPEATS + REPEATS):

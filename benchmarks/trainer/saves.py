@@ -121,21 +121,21 @@ def _measure(chosen: argparse.Namespace, layers: int, folder: Path, device: torc
     step = _stepper(of_rank, chosen, device)
     _warm(step)
     # Beside the first steps, as in a run; those that are timed have the host to themselves.
-    with _timed() as waited:
+    with _time_block() as waited:
         of_rank.engine.copies.wait_for_memory()
     report.add("memory taken", waitedSeconds=waited[0])
     usual = _usual(step)
     report.add("steps", medianSeconds=round(usual, 4), slowestSeconds=round(max(step() for _ in range(3)), 4))
     store = _store(folder, spec, BenchWriter(state, spec))
     trained = Trained(of_rank, step, usual)
-    first = _saved(report, store, trained, 1)
+    first = _save_checkpoint(report, store, trained, 1)
     # The disk has room for one of them.
     shutil.rmtree(folder / "checkpoints" / first.folder.name)
-    saved = _saved(report, store, trained, 2)
-    _loaded(report, state, folder / "checkpoints" / saved.folder.name, saved.size_bytes, device)
+    saved = _save_checkpoint(report, store, trained, 2)
+    _load_twice(report, state, folder / "checkpoints" / saved.folder.name, saved.size_bytes, device)
     report.add("memory", peakGiB=peak_gib(device))
     del of_rank, state, step, store, trained
-    _exported(report, folder, spec, config)
+    _export_model(report, folder, spec, config)
     report.end()
 
 
@@ -165,7 +165,7 @@ def _usual(step: Callable[[], float]) -> float:
     return float(np.median([step() for _ in range(USUAL_STEPS)]))
 
 
-def _saved(report: SaveReport, store: CheckpointStore, trained: Trained, number: int) -> SavedCheckpoint:
+def _save_checkpoint(report: SaveReport, store: CheckpointStore, trained: Trained, number: int) -> SavedCheckpoint:
     """Save in the background, and train until it is committed. Stall: all seconds above those of usual steps."""
     begun = time.perf_counter()
     expected = checkpoint_bytes(trained.of_rank.model.shape, trained.of_rank.spec)
@@ -192,37 +192,37 @@ def _saved(report: SaveReport, store: CheckpointStore, trained: Trained, number:
     return saved
 
 
-def _loaded(report: SaveReport, state: StateFiles, checkpoint: Path, size_bytes: int, device: torch.device) -> None:
+def _load_twice(report: SaveReport, state: StateFiles, checkpoint: Path, size_bytes: int, device: torch.device) -> None:
     """Load twice: from the disk, as far as the kernel forgets files, and from its memory."""
     for path in checkpoint.iterdir():
         sync_and_forget(path)
     for where in ("disk", "memory"):
-        with _timed() as seconds:
+        with _time_block() as seconds:
             state.read(checkpoint, weights_only=False)
             synchronize(device)
         report.add(f"load from {where}", seconds=seconds[0], GBps=round(size_bytes / seconds[0] / GIGA, 2))
 
 
-def _exported(report: SaveReport, folder: Path, spec: Spec, config: Mapping[str, object]) -> None:
+def _export_model(report: SaveReport, folder: Path, spec: Spec, config: Mapping[str, object]) -> None:
     """Verify the checkpoint as an export does, and write the model from it."""
     (folder / RunFile.TEMPLATE).mkdir()
     (folder / RunFile.TEMPLATE / CONFIG_FILE).write_text(json.dumps(config))
     (folder / RunFile.SPEC).write_text(spec_text(spec))
     for path in (folder / "checkpoints").glob("step-*/*"):
         sync_and_forget(path)
-    with _timed() as verified:
+    with _time_block() as verified:
         run = read_stored_run(folder)
     read_bytes = run.checkpoint.manifest.size_bytes
     report.add("verify", seconds=verified[0], GBps=round(read_bytes / verified[0] / GIGA, 2))
     for path in run.checkpoint.path.iterdir():
         sync_and_forget(path)
-    with _timed() as exported:
+    with _time_block() as exported:
         written = export_whole_model(run, ExportOptions(folder / "export"))
     report.add("export", bytes=written.bytes, seconds=exported[0], GBps=round(written.bytes / exported[0] / GIGA, 2))
 
 
 @contextmanager
-def _timed() -> Iterator[list[float]]:
+def _time_block() -> Iterator[list[float]]:
     seconds: list[float] = []
     begun = time.perf_counter()
     yield seconds

@@ -74,11 +74,11 @@ def main() -> None:
         shape = SHAPES[name]
         if chosen.rows:
             shape = ExpertShape(shape.experts, shape.inner, shape.outer, chosen.rows)
-        for line in _measured(shape, everything=chosen.all):
+        for line in _measure_tiles(shape, everything=chosen.all):
             print(json.dumps({"tiles": name, **line, "seconds": round(time.perf_counter() - begun, 1)}), flush=True)
 
 
-def _measured(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, object]]:
+def _measure_tiles(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, object]]:
     generation = torch.cuda.get_device_capability()[0]
     taken = experts.choose_tiles(shape.rows / shape.experts, (shape.inner, shape.outer), generation)
     # Where the trainer takes the default, the wide tiles show that it is right to.
@@ -94,7 +94,7 @@ def _measured(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, obj
 
 def _measured_in_float8(shape: ExpertShape) -> Iterator[dict[str, object]]:
     """Yield the rates of FP8 products, and what it takes to round what they multiply."""
-    x, gradient, weight, bounds = _drawn(shape)
+    x, gradient, weight, bounds = _draw_tensors(shape)
     about = {"rows": shape.rows, "device": torch.cuda.get_device_name()}
     for way, rows, rounded in (("forward", x, quantize_rows), ("rows", gradient, quantize_columns)):
         left, right = quantize_rows(rows), rounded(weight)
@@ -106,14 +106,14 @@ def _measured_in_float8(shape: ExpertShape) -> Iterator[dict[str, object]]:
 
 def _products(shape: ExpertShape) -> dict[str, Callable[[Tiles | None], object]]:
     """Return the products of a step that take tiles, over random rows, of which experts get uneven shares."""
-    x, gradient, weight, bounds = _drawn(shape)
+    x, gradient, weight, bounds = _draw_tensors(shape)
     return {
         "forward": lambda tiles: experts.grouped_products_in_tiles(x, weight.transpose(1, 2), bounds, tiles),
         "rows": lambda tiles: experts.grouped_products_in_tiles(gradient, weight, bounds, tiles),
     }
 
 
-def _drawn(shape: ExpertShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draw_tensors(shape: ExpertShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows that come in and gradients of those that come out, weights, and the bounds of each expert's rows."""
     torch.manual_seed(1)
     device, dtype = torch.device("cuda"), torch.bfloat16

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], root: Path = ROOT, ask: Callable[[str], str] 
     images = sorted({image for dockerfile in _dockerfiles(root) for _, image in named(dockerfile)})
     try:
         if "--check" in arguments:
-            return _checked(images, pins(root))
+            return _check_images(images, pins(root))
         text = _HEAD + "".join(f"{image}@{ask(image)}\n" for image in images)
     except (BadPinsError, UnknownDigestError) as problem:
         _say(str(problem))
@@ -72,7 +72,7 @@ def _pin(line: str) -> tuple[str, str]:
     return found["image"], found["digest"]
 
 
-def _checked(images: Iterable[str], digests: Mapping[str, str]) -> int:
+def _check_images(images: Iterable[str], digests: Mapping[str, str]) -> int:
     missing = [image for image in images if image not in digests]
     for image in missing:
         _say(

@@ -66,13 +66,13 @@ class Buildah:
         """Build from the bases that the order names, else from ones made here."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with _alone(self.folder / f"{order.recipe.folder}.lock"):
-            return f"OCI layout {self._built(order, supplies)}"
+            return f"OCI layout {self._build_image(order, supplies)}"
 
     def layout(self, recipe: Recipe) -> Path:
         """Return where the image of a recipe is once it is built."""
         return self.folder / "layouts" / recipe.name
 
-    def _built(self, order: Order, supplies: Supplies) -> Path:
+    def _build_image(self, order: Order, supplies: Supplies) -> Path:
         order = on_local_bases(order)
         store = self.store(order)
         for base in (BASE, RUNTIME):
