@@ -1,4 +1,7 @@
-"""Placement of pods: taints they accept for how long, and which pods belong into one network domain."""
+"""Placement of pods: taints they accept for how long, and which pods belong into one network domain.
+
+No node is avoided: the scheduler may place a replaced pod on the node where its predecessor failed.
+"""
 
 from __future__ import annotations
 
