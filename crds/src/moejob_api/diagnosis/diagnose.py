@@ -178,8 +178,7 @@ def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
         yield from _condition_findings(running, evidence, has_pods=bool(pods))
     if status.phase is Phase.RESTARTING and status.last_failure is not None:
         yield failure_finding(status.last_failure, is_past=True)
-    since = None if running is None else api_bodies.as_time(running.last_transition_time)
-    yield Finding(Blocker.STARTING, "the pods of the job start", since)
+    yield Finding(Blocker.STARTING, "the pods of the job start", _since_of(running))
 
 
 def _condition_findings(running: Condition, evidence: Evidence, *, has_pods: bool) -> Iterator[Finding]:
@@ -206,3 +205,7 @@ def _present_pods(evidence: Evidence) -> tuple[PodEvidence, ...]:
 
 def _written_condition(status: Status, kind: ConditionType) -> Condition | None:
     return next((entry for entry in status.conditions if entry.type is kind), None)
+
+
+def _since_of(condition: Condition | None) -> datetime | None:
+    return None if condition is None else api_bodies.as_time(condition.last_transition_time)
