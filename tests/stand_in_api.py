@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from kubernetes.aio import client
 
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_client.api_client import ApiClient
+from moejob_client.credentials import Credentials
 
 # Status and body: without one the object that was sent comes back as an API server keeps it. A status below 0 answers
 # 200 and then says nothing for ever.
@@ -193,8 +193,8 @@ async def serve_stand_in(seconds: float = 5.0, concurrency: int = 4) -> AsyncIte
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    settings = client.Configuration(host=server.url)
-    api = ApiClient(settings, server.metrics, concurrency=concurrency, seconds=seconds)
+    credentials = Credentials(host=server.url)
+    api = ApiClient(credentials, server.metrics, concurrency=concurrency, seconds=seconds)
     try:
         yield server, api
     finally:

@@ -16,7 +16,8 @@ from benchmarks.contest.costs import Costs, costs
 from benchmarks.contest.histograms import Histogram
 from cluster.control_plane.components import Component
 from cluster.control_plane.plane import ControlPlane
-from moejob_client.api_client import ApiClient, load_configuration
+from moejob_client.api_client import ApiClient
+from moejob_client.credentials import load_credentials
 
 _AT_ONCE = 16
 _POLL_SECONDS = 0.02
@@ -188,7 +189,7 @@ class Arena:
 async def arena(plane: ControlPlane) -> AsyncIterator[Arena]:
     """On a plane where pods are placed as they are created."""
     plane.kubectl("apply", "--server-side", "-f", Path(__file__).parent / "placed.yaml")
-    api = ApiClient(await load_configuration(plane.kubeconfig), _Uncounted(), concurrency=_AT_ONCE, seconds=60.0)
+    api = ApiClient(await load_credentials(plane.kubeconfig), _Uncounted(), concurrency=_AT_ONCE, seconds=60.0)
     try:
         yield Arena(plane, api, Tail(plane.audit_log))
     finally:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kubernetes.aio import client
 
 from moejob_client.api_client import (
     AlreadyExists,
     ApiClient,
     NotFound,
-    load_configuration,
     requested_resource,
 )
+from moejob_client.credentials import Credentials, load_credentials
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from stand_in_api import Answer, list_answer, refusal_answer, serve_stand_in
 
@@ -68,7 +68,7 @@ def test_an_api_server_that_is_not_there_is_tried_again() -> None:
         async with serve_stand_in() as (server, api):
             pass
         async with serve_stand_in() as (other, api):
-            api._settings.host = server.url  # noqa: SLF001
+            api._credentials = replace(api._credentials, host=server.url)  # noqa: SLF001
             with pytest.raises(Retryable, match="does not answer"):
                 await api.get(POD)
             assert other.metrics.seen == [("get", "pods", "unreachable")]
@@ -104,7 +104,7 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
             await server.await_request(f"GET {POD}", times=2)
             # A request that began after all of them has come, over a connection of its own: so would a third have.
-            late = ApiClient(client.Configuration(host=server.url), server.metrics, concurrency=1, seconds=60)
+            late = ApiClient(Credentials(host=server.url), server.metrics, concurrency=1, seconds=60)
             asked.append(asyncio.ensure_future(late.get("/late")))
             await server.await_request("GET /late")
             assert server.calls.count(f"GET {POD}") == 2
@@ -183,8 +183,8 @@ def test_requests_say_who_asks_and_carry_the_token_of_the_kubeconfig(tmp_path: P
                 users: [{{name: me, user: {{token: secret}}}}]
                 """
             )
-            found = await load_configuration(kubeconfig)
+            found = await load_credentials(kubeconfig)
             assert found.host == server.url
-            assert (await found.get_api_key_with_prefix("BearerToken") or "").lower() == "bearer secret"
+            assert (await found.find_authorization() or "").lower() == "bearer secret"
 
     asyncio.run(story())

@@ -7,17 +7,20 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import typer
 
-from moejob_api.contract.pods import escaped_lines, escaped_text
-from moejob_api.job import MoETrainingJob
-from moejob_api.job.status import DisplayTexts, Phase
+from moejob_api.contract.texts import escaped_lines, escaped_text
+from moejob_api.job.phase import Phase
 from moejob_cli.exits import CommandExit
-from moejob_cli.obstacles import JobObstacle, find_obstacles
 from moejob_client.connection import connect_client
 from moejob_client.failures import JobRequestError, RequestFailure
 from moejob_client.jobs import AsyncClient, JobEvent, JobView
+
+if TYPE_CHECKING:
+    from moejob_api.job import MoETrainingJob
+    from moejob_cli.obstacles import JobObstacle
 
 _EXITS = {
     RequestFailure.NO_JOB: CommandExit.NOT_FOUND,
@@ -99,6 +102,8 @@ async def changed_lines(jobs: AsyncClient, name: str) -> AsyncGenerator[tuple[Jo
 
 async def find_cluster_obstacles(jobs: AsyncClient, names: Sequence[str]) -> tuple[JobObstacle, ...]:
     """Return the obstacle of each named job, from what the namespace holds."""
+    from moejob_cli.obstacles import find_obstacles  # noqa: PLC0415 the other verbs do not wait for the diagnosis
+
     evidence = await jobs.list_evidence(await list_named_jobs(jobs, names))
     return find_obstacles(evidence, datetime.now(UTC))
 
@@ -120,19 +125,9 @@ def follow_words(command: str) -> str:
 
 
 def _job_cells(view: JobView, now: datetime) -> tuple[str, ...]:
-    display = view.status.display or DisplayTexts()
-    why = view.status.why.blocker if view.status.why else ""
-    phase = view.phase or "New"
-    texts = (
-        view.name,
-        phase,
-        display.step,
-        display.score,
-        display.speed,
-        display.eta,
-        why,
-        _age_text(view.created_at, now),
-    )
+    display = [view.status_text("display", key) for key in ("step", "score", "speed", "eta")]
+    phase = view.status_text("phase") or "New"
+    texts = (view.name, phase, *display, view.status_text("why", "blocker"), _age_text(view.created_at, now))
     return tuple(escaped_text(text) for text in texts)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moejob_api.api_bodies import Raw
-from moejob_api.contract.pods import escaped_text
+from moejob_api.contract.texts import escaped_text
 from moejob_api.diagnosis.diagnose import diagnose_job
 from moejob_api.diagnosis.reading import find_jobs, list_objects, read_evidence
 from moejob_api.documents.syntax import UnreadableError

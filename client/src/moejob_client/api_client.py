@@ -1,30 +1,26 @@
 """Requests to the API server as JSON, and what its refusals mean. Knows paths and verbs, no kinds and no jobs.
 
-Only two parts of the client library are used: it finds and renews credentials, and sets up TLS. Its generated models
-would parse every pod into objects, only to be dumped again.
+The generated models of Kubernetes' client library would parse every pod into objects, only to be dumped again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import aiohttp
 import orjson
-from kubernetes.aio import client, config
-from kubernetes.aio.client.rest import RESTClientObject
 
 from moejob_api.api_bodies import Raw
+from moejob_client.credentials import Credentials, CredentialsError
 from moejob_client.errors import Conflict, Forbidden, Retryable
 
 log = logging.getLogger(__name__)
@@ -107,41 +103,25 @@ def read_listing(page: Raw) -> Listing:
     return Listing(tuple(common | item for item in page.get("items") or ()), page["metadata"]["resourceVersion"])
 
 
-async def load_configuration(kubeconfig: Path | None, context: str | None = None) -> client.Configuration:
-    """Find the API server: by the given file or context, else as a pod does, else as kubectl does."""
-    settings = client.Configuration()
-    if is_in_pod(kubeconfig, context):
-        config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-    else:
-        await config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=None if kubeconfig is None else str(kubeconfig), context=context, client_configuration=settings
-        )
-    return settings
-
-
-def is_in_pod(kubeconfig: Path | None, context: str | None) -> bool:
-    """Return whether the credentials are those of this pod."""
-    return kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ
-
-
 class ApiClient:
     """Sends requests, a bounded number at once, each with a deadline."""
 
     def __init__(
         self,
-        settings: client.Configuration,
+        credentials: Credentials,
         metrics: RequestMetrics,
         *,
         concurrency: int,
         seconds: float,
         user_agent: str = "moejob-client",
     ) -> None:
-        self._settings = settings
+        self._credentials = credentials
+        self._tls = credentials.make_tls_context()
         # The audit log of the API server tells programs apart by it.
         self._user_agent = user_agent
         # Without trust_env, which would look for a proxy in files and variables, in a thread, before every request.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=concurrency, ssl=RESTClientObject(settings).ssl_context),
+            connector=aiohttp.TCPConnector(limit=concurrency, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_AHEAD_BYTES,
         )
@@ -157,7 +137,7 @@ class ApiClient:
     @property
     def host(self) -> str:
         """Return the address of the API server."""
-        return str(self._settings.host)
+        return self._credentials.host
 
     def new_session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         """Return another session with the same server and credentials; the caller closes it."""
@@ -165,19 +145,19 @@ class ApiClient:
         async def sign_request(
             request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
         ) -> aiohttp.ClientResponse:
-            bearer = await self._settings.get_api_key_with_prefix("BearerToken")
-            if bearer:
-                request.headers["Authorization"] = bearer
-            if self._settings.tls_server_name:
-                request.server_hostname = self._settings.tls_server_name
+            authorization = await self._find_authorization()
+            if authorization:
+                request.headers["Authorization"] = authorization
+            if self._credentials.server_name:
+                request.server_hostname = self._credentials.server_name
             return await handler(request)
 
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(self._settings).ssl_context),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_AHEAD_BYTES,
             headers={"User-Agent": self._user_agent},
-            proxy=self._settings.proxy,
+            proxy=self._credentials.proxy,
             middlewares=(middleware, sign_request),
         )
 
@@ -263,6 +243,12 @@ class ApiClient:
                 raise Retryable(f"the API server does not answer: {reason}") from error
         return parse_response(outcome.code, content, f"{request.verb} {request.path.partition('?')[0]}")
 
+    async def _find_authorization(self) -> str | None:
+        try:
+            return await self._credentials.find_authorization()
+        except CredentialsError as error:
+            raise Unauthorized(str(error)) from error
+
     async def _fetch_response(self, request: _Request) -> tuple[str, bytes]:
         async with await self._open_response(request) as response:
             return str(response.status), await response.read()
@@ -271,18 +257,17 @@ class ApiClient:
         self, request: _Request, patience: aiohttp.ClientTimeout | None = None
     ) -> aiohttp.ClientResponse:
         headers = {"Content-Type": request.content_type, "Accept": request.accept, "User-Agent": self._user_agent}
-        bearer = await self._settings.get_api_key_with_prefix("BearerToken")
-        if bearer:
-            headers["Authorization"] = bearer
+        authorization = await self._find_authorization()
+        if authorization:
+            headers["Authorization"] = authorization
         return await self._http.request(
             _METHODS[request.verb],
-            self._settings.host + request.path,
+            self._credentials.host + request.path,
             headers=headers,
             data=None if request.body is None else orjson.dumps(request.body),
             timeout=patience or self._patience,
-            proxy=self._settings.proxy,
-            proxy_headers=self._settings.proxy_headers,
-            server_hostname=self._settings.tls_server_name,
+            proxy=self._credentials.proxy,
+            server_hostname=self._credentials.server_name,
         )
 
     @asynccontextmanager

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from moejob_api.job import MoETrainingJob
 from moejob_client.connection import connect_client
 from moejob_client.jobs import JobEvent, JobView
+
+if TYPE_CHECKING:
+    from moejob_api.job import MoETrainingJob
 
 
 class Client:

@@ -11,16 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
-from moejob_api.diagnosis.reading import read_status
-from moejob_api.job import GROUP, KIND, PLURAL, VERSION, MoETrainingJob
-from moejob_api.job.status import Phase, Status
+from moejob_api.job import GROUP, KIND, PLURAL, VERSION
+from moejob_api.job.phase import Phase
 from moejob_client.api_client import ApiClient, Expired, NotFound
 from moejob_client.errors import Forbidden, Retryable
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
+
+if TYPE_CHECKING:
+    from moejob_api.job import MoETrainingJob
+    from moejob_api.job.status import Status
 
 # `@latest` names the job of the namespace that was created last: no name of an object begins with an @.
 LATEST = "@latest"
@@ -34,7 +37,13 @@ class JobView:
     """A job as the API server has it."""
 
     body: Raw
-    status: Status
+
+    @property
+    def status(self) -> Status:
+        """Return its status; fields that this version cannot read count as absent."""
+        from moejob_api.diagnosis.reading import read_status  # noqa: PLC0415 no verb waits for models it does not need
+
+        return read_status(self.body.get("status"))
 
     @property
     def name(self) -> str:
@@ -59,7 +68,15 @@ class JobView:
     @property
     def phase(self) -> Phase | None:
         """Return its phase; None before the operator has seen it."""
-        return self.status.phase
+        text = self.status_text("phase")
+        return Phase(text) if text in set(Phase) else None
+
+    def status_text(self, *path: str) -> str:
+        """Return a text of the status; an empty one when it is absent."""
+        value: object = self.body.get("status")
+        for key in path:
+            value = api_bodies.as_mapping(value).get(key)
+        return api_bodies.as_text(value)
 
     @property
     def is_finished(self) -> bool:
@@ -73,11 +90,6 @@ class JobEvent:
 
     job: JobView
     is_gone: bool = False
-
-
-def view_job(body: Raw) -> JobView:
-    """Read the body of a job."""
-    return JobView(body, read_status(body.get("status")))
 
 
 class AsyncClient:
@@ -119,7 +131,7 @@ class AsyncClient:
         if name == LATEST:
             return await self._get_latest()
         with explained_failures(f"cannot get {name}"):
-            return view_job(await self._http.get(self._jobs_path(name)))
+            return JobView(await self._http.get(self._jobs_path(name)))
 
     async def list_jobs(self) -> tuple[JobView, ...]:
         """Return all jobs of the namespace, by name."""
@@ -193,7 +205,7 @@ class AsyncClient:
             async for page in self._http.list_pages(self._jobs_path(), _selected_name(name)):
                 bodies += page.items
                 version = page.version
-        return tuple(sorted(map(view_job, bodies), key=lambda job: job.name)), version
+        return tuple(sorted(map(JobView, bodies), key=lambda job: job.name)), version
 
     async def _watch_from(self, name: str, version: str) -> AsyncIterator[JobEvent]:
         """Yield changes from a version on, over one connection after another, until the version is too old."""
@@ -215,7 +227,7 @@ class AsyncClient:
         async for event in self._http.watch(self._jobs_path(), _selected_name(name), version):
             body = event["object"]
             is_bookmark = event["type"] == "BOOKMARK"
-            change = None if is_bookmark else JobEvent(view_job(body), is_gone=event["type"] == "DELETED")
+            change = None if is_bookmark else JobEvent(JobView(body), is_gone=event["type"] == "DELETED")
             yield _VersionedChange(body["metadata"]["resourceVersion"], change)
 
     def _jobs_path(self, name: str = "", version: str = VERSION) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from moejob_api.contract.pods import printable_text
+from moejob_api.contract.texts import printable_text
 
 # The body of an object, as JSON has it.
 Raw = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """The cluster as a reconcile sees it: the one seam between deciding and the API server.
 
-Two implementations: the API server through kubernetes.aio, and FakeCluster in the tests.
+Two implementations: the API server through moejob_client, and FakeCluster in the tests.
 """
 
 from __future__ import annotations

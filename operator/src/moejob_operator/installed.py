@@ -17,7 +17,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from moejob_api.job import KIND
-from moejob_client.api_client import AlreadyExists, ApiClient, NotFound, load_configuration
+from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
+from moejob_client.credentials import load_credentials
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
@@ -138,8 +139,8 @@ async def lasting_problem(check: InstallationCheck, deadline: float) -> Problem:
 async def run_checks(installation: Installation, print_line: Callable[[str], object]) -> bool:
     """Run all checks, report each with its result, and return whether all have passed."""
     deadline = asyncio.get_running_loop().time() + installation.seconds
-    api_configuration = await load_configuration(installation.kubeconfig)
-    api = ApiClient(api_configuration, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
+    credentials = await load_credentials(installation.kubeconfig)
+    api = ApiClient(credentials, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
     problems = []
     try:

@@ -23,7 +23,8 @@ from cluster.extent import in_full
 from cluster.waiting import until
 from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
-from moejob_client.api_client import ApiClient, load_configuration
+from moejob_client.api_client import ApiClient
+from moejob_client.credentials import load_credentials
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
 from moejob_operator.runtime.metrics import Metrics
@@ -76,7 +77,7 @@ def api(
 
 
 async def _client(kubeconfig: Path) -> ApiClient:
-    return ApiClient(await load_configuration(kubeconfig), Metrics(), concurrency=32, seconds=10)
+    return ApiClient(await load_credentials(kubeconfig), Metrics(), concurrency=32, seconds=10)
 
 
 @pytest.fixture(scope="module")

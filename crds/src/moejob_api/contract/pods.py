@@ -8,25 +8,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-import unicodedata
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from moejob_api.contract.names import Label as Label  # noqa: PLC0414 names without models have a module of their own
+from moejob_api.contract.names import PodPath as PodPath  # noqa: PLC0414
+from moejob_api.contract.names import PodRole as PodRole  # noqa: PLC0414
+from moejob_api.contract.names import RunFile as RunFile  # noqa: PLC0414
+from moejob_api.contract.texts import escaped_lines as escaped_lines  # noqa: PLC0414
+from moejob_api.contract.texts import escaped_text as escaped_text  # noqa: PLC0414
+from moejob_api.contract.texts import printable_text as printable_text  # noqa: PLC0414
 from moejob_api.job.base import MAX_COUNT, MOST_RANKS_OF_A_POD, ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit
-
-
-class Label(StrEnum):
-    """Labels on everything the operator creates."""
-
-    JOB = "moejob.dev/job"
-    JOB_UID = "moejob.dev/job-uid"
-    ROLE = "moejob.dev/role"
-    ATTEMPT = "moejob.dev/attempt"
-    INDEX = "moejob.dev/index"
-    MANAGED_BY = "app.kubernetes.io/managed-by"
 
 
 class TrainingLabel(StrEnum):
@@ -41,13 +36,6 @@ class TrainingLabel(StrEnum):
 
 
 MANAGED_BY = "moejob"
-
-
-class PodRole(StrEnum):
-    """The role of a pod. Trainers form the gang; rollout engines come and go."""
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
 
 
 class Environment(StrEnum):
@@ -108,49 +96,6 @@ class PodPort(IntEnum):
     ROLLOUT = 8000
 
 
-class PodPath(StrEnum):
-    """Paths inside a pod that a job cannot change."""
-
-    SHARED_MEMORY = "/dev/shm"
-    TERMINATION = "/dev/termination-log"
-    TEMPORARY = "/tmp"
-    CLAIMS = "/claims"
-
-
-class RunFile(StrEnum):
-    """The files that a run leaves in its folder."""
-
-    OWNER = "run.json"
-    # Only `moejob run` writes it, for its user's eyes: in a cluster a Secret holds the secret of a job.
-    SECRET = "run.secret"
-    CLAIMS = "claims"
-    STEPS = "steps.jsonl"
-    # Load of each expert, in steps that get rarer: trainer/tracking/expert_log.py.
-    EXPERTS = "experts.jsonl"
-    CHECKPOINTS = "checkpoints"
-    # The parts of a model beside its weights: the job's spec, the config and the tokenizer. With them a checkpoint can
-    # be exported on any machine that has the folder.
-    SPEC = "spec.json"
-    TEMPLATE = "template"
-    EXPORT = "export"
-    EXPORT_MEGATRON = "export-megatron"
-    # The model where no folder of others can be read as it is: moejob's own, or a converted checkpoint of Megatron.
-    MODEL = "model"
-    # The checkpoint that was converted; later starts need it no more.
-    MODEL_ORIGIN = "model-origin.json"
-    LOGS = "logs"
-    # Events of every launcher, by attempt: moejob_api.contract.record.
-    RECORD = "record"
-    # Commits that names on the Hugging Face hub stood for when the run first asked; later starts use these.
-    HUB = "hub.json"
-    # Traces of the steps that training.profile names.
-    PROFILE = "profile"
-    # Engines start from it: config and code of the model, without weights.
-    ENGINE_MODEL = "engine-model"
-    # Weights on their way to engines.
-    WEIGHTS = "weights"
-
-
 class HttpPath(StrEnum):
     """The paths that a pod serves on the progress port, and an engine on its own."""
 
@@ -176,33 +121,6 @@ class ExitCode(IntEnum):
 
 # Kubernetes keeps this many bytes of a termination message.
 TERMINATION_BYTES = 4096
-
-
-def printable_text(text: str) -> str:
-    """Return the text with a space for each character that a terminal obeys instead of showing it.
-
-    Terminals obey control characters, format characters (which can turn the direction of writing), surrogates, and line
-    and paragraph separators. A pod's words reach status, Events, logs and terminals.
-    """
-    return text if text.isprintable() else "".join(" " if _is_control_character(letter) else letter for letter in text)
-
-
-def escaped_text(text: str) -> str:
-    """Return the text with each character that `printable_text` replaces written as Python does: \\x9b, \\u202e."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter.encode("unicode_escape").decode() if _is_control_character(letter) else letter for letter in text
-    )
-
-
-def escaped_lines(text: str) -> str:
-    """Return the text with its lines and tabs as they are, and everything else escaped."""
-    return "\n".join("\t".join(map(escaped_text, line.split("\t"))) for line in text.split("\n"))
-
-
-def _is_control_character(letter: str) -> bool:
-    return unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 # Bounds on a pod's message: its reader refuses a value beyond them, before any code calculates with it.

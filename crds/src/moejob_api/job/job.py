@@ -10,24 +10,13 @@ from moejob_api.job.grpo import Grpo
 from moejob_api.job.lifecycle import Lifecycle, Tracking
 from moejob_api.job.model import Data, Model
 from moejob_api.job.moe import Memory, MoE
+from moejob_api.job.names import MAX_NAME
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.job.pod_template import PodTemplates
 from moejob_api.job.resources import Resources
 from moejob_api.job.status import Status
 from moejob_api.job.storage import Checkpoint, Storage
 from moejob_api.job.training import Training
-
-GROUP = "moejob.dev"
-# The version that etcd stores, and that the operator speaks: also the definition of the first release serves it.
-VERSION = "v1alpha1"
-# docs/decisions/versions.md says why both have the same fields.
-BETA_VERSION = "v1beta1"
-API_VERSIONS = (f"{GROUP}/{BETA_VERSION}", f"{GROUP}/{VERSION}")
-KIND: Literal["MoETrainingJob"] = "MoETrainingJob"
-PLURAL = "moetrainingjobs"
-
-# Pods are called {job}-{role}-{attempt}-{index} and their host names must fit a DNS label of 63 characters.
-MAX_NAME = 40
 
 
 class Method(StrEnum):

@@ -6,27 +6,12 @@ from typing import Annotated
 from pydantic import Field
 
 from moejob_api.job.base import ApiModel
+from moejob_api.job.phase import Phase as Phase  # noqa: PLC0414 a program that only lists jobs needs no model
 
 Number = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0)]
 # RFC 3339, as Kubernetes writes it.
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-
-
-class Phase(StrEnum):
-    """The phase of a job."""
-
-    PENDING = "Pending"
-    RUNNING = "Running"
-    RESTARTING = "Restarting"
-    SUSPENDED = "Suspended"
-    SUCCEEDED = "Succeeded"
-    FAILED = "Failed"
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether nothing more will happen to the job."""
-        return self in (Phase.SUCCEEDED, Phase.FAILED)
 
 
 class ConditionType(StrEnum):

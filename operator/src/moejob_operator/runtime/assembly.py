@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
-from moejob_client.api_client import ApiClient, load_configuration
+from moejob_client.api_client import ApiClient
+from moejob_client.credentials import load_credentials
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, service_hosts
 from moejob_operator.admission.listener import ListenerLimits
@@ -113,9 +114,9 @@ def _job_network(settings: Settings) -> JobNetwork:
 
 
 async def _build_client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
-    api_configuration = await load_configuration(settings.kubeconfig)
+    credentials = await load_credentials(settings.kubeconfig)
     api = ApiClient(
-        api_configuration,
+        credentials,
         metrics,
         concurrency=concurrency,
         seconds=settings.request_seconds,
