@@ -385,6 +385,41 @@ def watch_jobs(
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: follow_jobs(client, name)))
 
 
+@app.command("logs", short_help="Print the logs of a job's pods.")
+def print_logs(
+    name: JobArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for pods, go on with later ones, and end with the job.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Lines of this rank alone.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Lines of what the last failure is blamed on.")] = False,
+    node: Annotated[str | None, typer.Option("--node", help="Pods of this node alone.")] = None,
+    since: Annotated[str | None, typer.Option("--since", metavar="AGE", help="No older lines: 90s, 10m, 2h.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=0, help="An attempt. Default: the newest.")] = None,
+    previous: Annotated[bool, typer.Option("--previous", help="The attempt before the newest.")] = False,
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print the logs of a job's pods as one, by time, with rank and node in front of each line."""
+    from moejob_cli import cluster_logs
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_client.job_logs import LogSelection
+
+    age = None if since is None else cluster_logs.parse_age(since)
+    if since is not None and age is None:
+        raise typer.BadParameter(f"{since!r} is no age; write 90s, 10m, 2h or 1d", param_hint="--since")
+    if previous and (follow or attempt is not None):
+        raise typer.BadParameter("has a meaning only without --follow and --attempt", param_hint="--previous")
+    selection = LogSelection(rank, failed, node, age, attempt, previous)
+
+    async def print_lines(client: "AsyncClient") -> CommandExit:
+        is_json = output is not OutputFormat.TABLE
+        return await cluster_logs.print_logs(client, name, selection, is_followed=follow, is_json=is_json)
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_lines))
+
+
 @app.command("submit", short_help="Create a job in the cluster.")
 def submit_job(
     file: Annotated[

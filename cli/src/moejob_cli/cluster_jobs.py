@@ -16,7 +16,8 @@ from moejob_api.job.phase import Phase
 from moejob_cli.exits import CommandExit
 from moejob_client.connection import connect_client
 from moejob_client.failures import JobRequestError, RequestFailure
-from moejob_client.jobs import AsyncClient, JobEvent, JobView
+from moejob_client.job_view import JobEvent, JobView
+from moejob_client.jobs import AsyncClient
 
 if TYPE_CHECKING:
     from moejob_api.job import MoETrainingJob
@@ -31,6 +32,7 @@ _EXITS = {
     RequestFailure.NO_SERVER: CommandExit.UNREACHABLE,
     RequestFailure.REFUSED: CommandExit.REFUSED,
     RequestFailure.TAKEN: CommandExit.REFUSED,
+    RequestFailure.NO_LOG: CommandExit.NOT_FOUND,
 }
 _HEADS = ("NAME", "PHASE", "STEP", "SCORE", "SPEED", "ETA", "WHY", "AGE")
 # Widths of a line of `watch`, which has no later line when it prints this one.
@@ -88,7 +90,7 @@ async def follow_jobs(jobs: AsyncClient, name: str) -> CommandExit:
 async def changed_lines(jobs: AsyncClient, name: str) -> AsyncGenerator[tuple[JobEvent, str]]:
     """Yield the line of each change that shows: heartbeats that change no cell print nothing."""
     shown: dict[str, tuple[str, ...]] = {}
-    async with aclosing(jobs.watch(name)) as events:
+    async with aclosing(jobs.watch(name, report_outage=_report_outage)) as events:
         async for event in events:
             cells = _job_cells(event.job, datetime.now(UTC))
             if event.is_gone:
@@ -100,12 +102,24 @@ async def changed_lines(jobs: AsyncClient, name: str) -> AsyncGenerator[tuple[Jo
                 yield event, _padded_line(cells, _WIDTHS)
 
 
+def _report_outage(reason: str | None) -> None:
+    """Say on standard error that nothing is seen for a while, and that it is over."""
+    typer.echo("the API server answers again" if reason is None else f"{escaped_lines(reason)}; trying again", err=True)
+
+
 async def find_cluster_obstacles(jobs: AsyncClient, names: Sequence[str]) -> tuple[JobObstacle, ...]:
     """Return the obstacle of each named job, from what the namespace holds."""
     from moejob_cli.obstacles import find_obstacles  # noqa: PLC0415 the other verbs do not wait for the diagnosis
 
     evidence = await jobs.list_evidence(await list_named_jobs(jobs, names))
-    return find_obstacles(evidence, datetime.now(UTC))
+    if evidence.unread:
+        kinds = ", ".join(evidence.unread)
+        typer.echo(
+            f"note: your rights do not let you list {kinds}, so the answer may miss what they say; ask for the role "
+            f"view in {jobs.namespace}",
+            err=True,
+        )
+    return find_obstacles(evidence.objects, datetime.now(UTC))
 
 
 async def submit_job(jobs: AsyncClient, job: MoETrainingJob, *, dry_run: bool, follow: bool) -> CommandExit:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -121,7 +121,8 @@ class ApiClient:
         self._user_agent = user_agent
         # Without trust_env, which would look for a proxy in files and variables, in a thread, before every request.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=concurrency, ssl=self._tls),
+            # The semaphore below bounds requests; a stream keeps its connection for hours.
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_AHEAD_BYTES,
         )
@@ -204,7 +205,9 @@ class ApiClient:
             if not more:
                 return
 
-    async def watch(self, path: str, query: Mapping[str, str], version: str) -> AsyncIterator[Raw]:
+    async def watch(
+        self, path: str, query: Mapping[str, str], version: str, on_open: Callable[[], object] | None = None
+    ) -> AsyncIterator[Raw]:
         """Events of the collection at a path from a version on, until the connection ends; Expired if that is too old.
 
         A silence of more than a minute means a dead connection: a bookmark comes every minute.
@@ -216,19 +219,33 @@ class ApiClient:
             "resourceVersion": version,
             "timeoutSeconds": f"{watch_seconds:.0f}",
         }
-        request = _Request(Verb.WATCH, f"{path}?{urlencode(parameters)}")
+        async for line in self._stream_lines(_Request(Verb.WATCH, f"{path}?{urlencode(parameters)}"), on_open):
+            yield watch_event(line)
+
+    async def stream_log(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """Lines of a log until its end; a broken connection, or a minute of silence, is Retryable."""
+        async for line in self._stream_lines(_Request(Verb.GET, f"{path}?{urlencode(query)}")):
+            yield line
+
+    async def _stream_lines(
+        self, request: _Request, on_open: Callable[[], object] | None = None
+    ) -> AsyncIterator[bytes]:
+        """Yield the lines of a response that may last for hours."""
         patience = aiohttp.ClientTimeout(total=None, sock_connect=self.seconds, sock_read=_SILENCE_SECONDS)
+        name = f"{request.verb} {request.path.partition('?')[0]}"
         try:
             async with self._measure_request(request) as outcome:
                 response = await self._open_response(request, patience)
                 outcome.code = str(response.status)
             async with response:
                 if response.status != 200:
-                    parse_response(str(response.status), await response.read(), f"watch {path}")
+                    parse_response(str(response.status), await response.read(), name)
+                if on_open is not None:
+                    on_open()
                 async for line in read_lines(response.content):
-                    yield watch_event(line)
+                    yield line
         except (aiohttp.ClientError, OSError) as error:
-            raise Retryable(f"the watch of {path} broke: {error!r}") from error
+            raise Retryable(f"{name} broke: {error!r}") from error
 
     async def _send_request(self, request: _Request, within: float | None = None) -> Raw:
         seconds = self.seconds if within is None else min(self.seconds, within)

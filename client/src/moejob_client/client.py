@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from moejob_client.connection import connect_client
-from moejob_client.jobs import JobEvent, JobView
+from moejob_client.job_logs import ALL_LINES, LogSelection
+from moejob_client.job_view import JobEvent, JobView
+from moejob_client.log_lines import LogLine
 
 if TYPE_CHECKING:
     from moejob_api.job import MoETrainingJob
+
+
+Item = TypeVar("Item")
 
 
 class Client:
@@ -60,13 +65,26 @@ class Client:
 
     def watch(self, name: str = "") -> Iterator[JobEvent]:
         """Yield each job as it is, then every change, over one connection."""
-        events = self._jobs.watch(name)
+        return self._iterate(self._jobs.watch(name))
 
-        async def next_event() -> JobEvent:
-            return await anext(events)
+    def logs(self, name: str, selection: LogSelection = ALL_LINES, *, is_followed: bool = False) -> Iterator[LogLine]:
+        """Yield lines of a job's pods by time; see AsyncClient."""
+        return self._iterate(self._jobs.logs(name, selection, is_followed=is_followed))
 
-        while True:
-            yield self._runner.run(next_event())
+    def _iterate(self, items: AsyncGenerator[Item]) -> Iterator[Item]:
+        """Yield what an asynchronous generator yields, and close it when no more is wanted."""
+
+        async def next_item() -> Item:
+            return await anext(items)
+
+        try:
+            while True:
+                try:
+                    yield self._runner.run(next_item())
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._runner.run(items.aclose())
 
     def wait(self, name: str) -> JobView:
         """Return a job once it has succeeded or failed."""

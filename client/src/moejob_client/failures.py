@@ -21,6 +21,7 @@ class RequestFailure(StrEnum):
     NO_CREDENTIALS = "NoCredentials"
     REFUSED = "Refused"
     TAKEN = "Taken"
+    NO_LOG = "NoLog"
 
 
 class JobRequestError(Exception):

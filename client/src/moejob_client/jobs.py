@@ -5,91 +5,41 @@ A watch is one connection for all jobs of a namespace, continued from the versio
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
-from moejob_api.job.phase import Phase
-from moejob_client.api_client import ApiClient, Expired, NotFound
-from moejob_client.errors import Forbidden, Retryable
+from moejob_client.api_client import ApiClient
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
+from moejob_client.job_logs import ALL_LINES, JobLogs, LogSelection, make_filter
+from moejob_client.job_view import JobEvent, JobView
+from moejob_client.log_lines import LogLine
+from moejob_client.watching import Collection, ObjectWatch, ReportOutage
 
 if TYPE_CHECKING:
     from moejob_api.job import MoETrainingJob
-    from moejob_api.job.status import Status
 
 # `@latest` names the job of the namespace that was created last: no name of an object begins with an @.
 LATEST = "@latest"
-_PAUSE_SECONDS = 1.0
 # What holds up a job lies in these, for the diagnosis.
 _EVIDENCE = {"Pod": "pods", "PersistentVolumeClaim": "persistentvolumeclaims", "Event": "events"}
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
-    """A job as the API server has it."""
+class NamespaceEvidence:
+    """Objects of a namespace that explain its jobs, and the plurals of those that the rights do not let read."""
 
-    body: Raw
-
-    @property
-    def status(self) -> Status:
-        """Return its status; fields that this version cannot read count as absent."""
-        from moejob_api.diagnosis.reading import read_status  # noqa: PLC0415 no verb waits for models it does not need
-
-        return read_status(self.body.get("status"))
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
-        return api_bodies.as_text(api_bodies.object_metadata(self.body).get("name"))
-
-    @property
-    def namespace(self) -> str:
-        """Return its namespace."""
-        return api_bodies.as_text(api_bodies.object_metadata(self.body).get("namespace"))
-
-    @property
-    def uid(self) -> str:
-        """Return its UID: a job that is created again under the same name has another."""
-        return api_bodies.as_text(api_bodies.object_metadata(self.body).get("uid"))
-
-    @property
-    def created_at(self) -> datetime | None:
-        """Return when it was created."""
-        return api_bodies.as_time(api_bodies.object_metadata(self.body).get("creationTimestamp"))
-
-    @property
-    def phase(self) -> Phase | None:
-        """Return its phase; None before the operator has seen it."""
-        text = self.status_text("phase")
-        return Phase(text) if text in set(Phase) else None
-
-    def status_text(self, *path: str) -> str:
-        """Return a text of the status; an empty one when it is absent."""
-        value: object = self.body.get("status")
-        for key in path:
-            value = api_bodies.as_mapping(value).get(key)
-        return api_bodies.as_text(value)
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether nothing more will happen to it."""
-        return self.phase is not None and self.phase.is_finished
+    objects: tuple[Raw, ...]
+    unread: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """A job as a watch reports it; `is_gone`: it was deleted."""
-
-    job: JobView
-    is_gone: bool = False
+def _ignore_report(_: str) -> None:
+    pass
 
 
 class AsyncClient:
@@ -135,24 +85,20 @@ class AsyncClient:
 
     async def list_jobs(self) -> tuple[JobView, ...]:
         """Return all jobs of the namespace, by name."""
-        jobs, _ = await self._list_with_version("")
-        return jobs
+        bodies: list[Raw] = []
+        with explained_failures(f"cannot list jobs in {self.namespace}"):
+            async for page in self._http.list_pages(self._jobs_path(), {}):
+                bodies += page.items
+        return tuple(sorted(map(JobView, bodies), key=lambda job: job.name))
 
-    async def watch(self, name: str = "") -> AsyncGenerator[JobEvent]:
-        """Yield each job as it is, then every change, over one connection; without a name all of the namespace."""
-        seen: dict[str, JobView] = {}
-        while True:
-            jobs, version = await self._list_with_version(name)
-            present = {job.name: job for job in jobs}
-            for gone in seen.keys() - present.keys():
-                yield JobEvent(seen[gone], is_gone=True)
-            for job in jobs:
-                if job.name not in seen or seen[job.name].body != job.body:
-                    yield JobEvent(job)
-            seen = present
-            async for event in self._watch_from(name, version):
-                _remember_event(seen, event)
-                yield event
+    async def watch(self, name: str = "", report_outage: ReportOutage | None = None) -> AsyncGenerator[JobEvent]:
+        """Yield each job as it is, then every change, over one connection; without a name all of the namespace.
+
+        An API server that stops to answer is asked again for ever; `report_outage` hears of it, and of its return.
+        """
+        collection = Collection(self._jobs_path(), f"jobs in {self.namespace}", _selected_name(name))
+        async for change in ObjectWatch(self._http, collection, report_outage).list_changes():
+            yield JobEvent(JobView(change.body), is_gone=change.is_gone)
 
     async def wait(self, name: str) -> JobView:
         """Return a job once it has succeeded or failed; a job that is deleted before is an error."""
@@ -163,6 +109,34 @@ class AsyncClient:
             if event.job.is_finished:
                 return event.job
         raise AssertionError("a watch has no end")
+
+    async def logs(
+        self,
+        name: str,
+        selection: LogSelection = ALL_LINES,
+        *,
+        is_followed: bool = False,
+        report: Callable[[str], object] = _ignore_report,
+    ) -> AsyncGenerator[LogLine]:
+        """Yield lines of a job's pods by time.
+
+        A log that is followed waits for pods, continues with those that replace them, and ends with the job; `report`
+        hears what it waits for.
+        """
+        with explained_failures(f"cannot get {name}"):
+            job = await self.get(name)
+        job_logs = JobLogs(self._http, make_filter(job, selection))
+        if is_followed:
+            lines = job_logs.follow(lambda: self.watch(job.name), report)
+        else:
+            pods = await job_logs.find_pods()
+            if not pods:
+                text = f"{job.name} has no pods whose log could be read; `moejob logs -f` waits for them"
+                raise JobRequestError(RequestFailure.NO_LOG, text)
+            lines = job_logs.read(pods)
+        async with aclosing(lines):
+            async for line in lines:
+                yield line
 
     async def suspend(self, name: str, *, is_suspended: bool = True) -> str:
         """Stop a job after a checkpoint, or let it go on, and return its name."""
@@ -182,14 +156,20 @@ class AsyncClient:
             await self._http.delete(self._jobs_path(job.name), {"preconditions": {"uid": job.uid}})
         return job.name
 
-    async def list_evidence(self, jobs: Iterable[JobView]) -> tuple[Raw, ...]:
-        """Return jobs with the pods, claims and events of the namespace; kinds that may not be read are left out."""
+    async def list_evidence(self, jobs: Iterable[JobView]) -> NamespaceEvidence:
+        """Return jobs with the pods, claims and events of the namespace, and the kinds that may not be read."""
         bodies: list[Raw] = [{**job.body, "kind": KIND} for job in jobs]
+        unread: list[str] = []
         for kind, plural in _EVIDENCE.items():
-            with explained_failures(f"cannot list {plural}"), suppress(Forbidden, NotFound):
-                async for page in self._http.list_pages(f"/api/v1/namespaces/{self.namespace}/{plural}", {}):
-                    bodies += ({**item, "kind": kind} for item in page.items)
-        return tuple(bodies)
+            try:
+                with explained_failures(f"cannot list {plural}"):
+                    async for page in self._http.list_pages(f"/api/v1/namespaces/{self.namespace}/{plural}", {}):
+                        bodies += ({**item, "kind": kind} for item in page.items)
+            except JobRequestError as error:
+                if error.kind is not RequestFailure.NO_RIGHTS:
+                    raise
+                unread.append(plural)
+        return NamespaceEvidence(tuple(bodies), tuple(unread))
 
     async def _get_latest(self) -> JobView:
         jobs = await self.list_jobs()
@@ -198,57 +178,10 @@ class AsyncClient:
             raise JobRequestError(RequestFailure.NO_JOB, text)
         return max(jobs, key=lambda job: (job.created_at.timestamp() if job.created_at else 0.0, job.name))
 
-    async def _list_with_version(self, name: str) -> tuple[tuple[JobView, ...], str]:
-        bodies: list[Raw] = []
-        version = ""
-        with explained_failures(f"cannot list jobs in {self.namespace}"):
-            async for page in self._http.list_pages(self._jobs_path(), _selected_name(name)):
-                bodies += page.items
-                version = page.version
-        return tuple(sorted(map(JobView, bodies), key=lambda job: job.name)), version
-
-    async def _watch_from(self, name: str, version: str) -> AsyncIterator[JobEvent]:
-        """Yield changes from a version on, over one connection after another, until the version is too old."""
-        while True:
-            try:
-                with explained_failures(f"cannot watch jobs in {self.namespace}"):
-                    async for event in self._watch_once(name, version):
-                        version = event.version
-                        if event.change is not None:
-                            yield event.change
-            except JobRequestError as error:
-                if isinstance(error.__cause__, Expired):
-                    return
-                if not isinstance(error.__cause__, Retryable):
-                    raise
-            await asyncio.sleep(_PAUSE_SECONDS)
-
-    async def _watch_once(self, name: str, version: str) -> AsyncIterator[_VersionedChange]:
-        async for event in self._http.watch(self._jobs_path(), _selected_name(name), version):
-            body = event["object"]
-            is_bookmark = event["type"] == "BOOKMARK"
-            change = None if is_bookmark else JobEvent(JobView(body), is_gone=event["type"] == "DELETED")
-            yield _VersionedChange(body["metadata"]["resourceVersion"], change)
-
     def _jobs_path(self, name: str = "", version: str = VERSION) -> str:
         path = f"/apis/{GROUP}/{version}/namespaces/{self.namespace}/{PLURAL}"
         return f"{path}/{name}" if name else path
 
 
-@dataclass(frozen=True, slots=True)
-class _VersionedChange:
-    """An event of a watch with the version to continue from; a bookmark changes nothing."""
-
-    version: str
-    change: JobEvent | None
-
-
 def _selected_name(name: str) -> dict[str, str]:
     return {"fieldSelector": f"metadata.name={name}"} if name else {}
-
-
-def _remember_event(seen: dict[str, JobView], event: JobEvent) -> None:
-    if event.is_gone:
-        seen.pop(event.job.name, None)
-    else:
-        seen[event.job.name] = event.job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from moejob_client.failures import JobRequestError
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 TINY = ROOT / "examples" / "tiny-sft.yaml"
-VERBS = (["get", "job"], ["watch", "job"], ["why", "job"], ["suspend", "job"], ["resume", "job"], ["cancel", "job"])
+VERBS = tuple([verb, "job"] for verb in ("get", "watch", "why", "logs", "suspend", "resume", "cancel"))
 SUBMIT = ["submit", str(TINY)]
 ALL = (*VERBS, SUBMIT)
 
@@ -121,6 +122,45 @@ def test_why_reads_the_pods_and_events_of_the_namespace(control_plane: ControlPl
     assert output.startswith(f"{namespace}/job: new, ")
 
 
+def test_why_says_which_evidence_the_rights_leave_out(control_plane: ControlPlane, namespace: str) -> None:
+    let_read_jobs(control_plane, namespace, ["get", "list"])
+    control_plane.api.create(jobs.path(namespace), jobs.body())
+    config = control_plane.service_account_kubeconfig(namespace, "default")
+    until(lambda: run_verb(config, "get", "job")[0] == 0, waiting_for="the rights to be in force")
+    code, output, errors = run_verb(config, "why", "job")
+    assert (code, output.startswith(f"{namespace}/job: new, ")) == (1, True)
+    assert errors.startswith("note: your rights do not let you list pods, persistentvolumeclaims, events")
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (["watch", "job"], ""),
+        (["logs", "-f", "job"], "job: Running, no pod has started yet\n"),
+        (["submit", str(TINY), "--follow"], "detached: the job continues; `moejob watch tiny-sft -n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_ctrl_c_ends_what_follows_a_job_and_leaves_the_job_alone(
+    control_plane: ControlPlane, namespace: str, verb: list[str], words: str
+) -> None:
+    control_plane.api.create(jobs.path(namespace), jobs.body())
+    write_status(control_plane, namespace, "job", phase="Running")
+    process = start_verb(control_plane.kubeconfig, *verb, "-n", namespace)
+    stream = process.stderr if verb[0] == "logs" else process.stdout
+    assert stream is not None
+    shown = ""
+    while not any(word in shown for word in ("Running", "New")):
+        shown += stream.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (shown if verb[0] == "logs" else errors).startswith(words)
+    assert "Traceback" not in errors
+    name = "tiny-sft" if verb[0] == "submit" else "job"
+    assert "deletionTimestamp" not in control_plane.api.get(jobs.path(namespace, name))["metadata"]
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
 def test_a_missing_job_is_one_sentence(control_plane: ControlPlane, namespace: str, verb: list[str]) -> None:
     code, output, errors = run_verb(control_plane.kubeconfig, *verb, "-n", namespace)
@@ -157,19 +197,7 @@ def test_a_token_that_is_not_accepted_is_one_sentence(control_plane: ControlPlan
 def test_a_program_works_with_the_rights_of_an_editor_of_one_namespace(
     control_plane: ControlPlane, namespace: str
 ) -> None:
-    roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
-    rules = [
-        {
-            "apiGroups": ["moejob.dev"],
-            "resources": ["moetrainingjobs"],
-            "verbs": ["get", "list", "watch", "patch", "delete"],
-        }
-    ]
-    control_plane.api.create(f"{roles}/roles", {"metadata": {"name": "editor"}, "rules": rules})
-    subject = {"kind": "ServiceAccount", "name": "default", "namespace": namespace}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "editor"}
-    bound = {"metadata": {"name": "editor"}, "roleRef": role, "subjects": [subject]}
-    control_plane.api.create(f"{roles}/rolebindings", bound)
+    let_read_jobs(control_plane, namespace, ["get", "list", "watch", "patch", "delete"])
     control_plane.api.create(jobs.path(namespace), jobs.body())
     with Client(kubeconfig=control_plane.service_account_kubeconfig(namespace, "default")) as client:
         assert client.namespace == namespace
@@ -179,6 +207,17 @@ def test_a_program_works_with_the_rights_of_an_editor_of_one_namespace(
         assert client.wait("@latest").is_finished
         client.cancel("job")
         assert client.list_jobs() == ()
+
+
+def let_read_jobs(control_plane: ControlPlane, namespace: str, verbs: list[str]) -> None:
+    """Give the account of a namespace rights to jobs alone."""
+    roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    rules = [{"apiGroups": ["moejob.dev"], "resources": ["moetrainingjobs"], "verbs": verbs}]
+    control_plane.api.create(f"{roles}/roles", {"metadata": {"name": "editor"}, "rules": rules})
+    subject = {"kind": "ServiceAccount", "name": "default", "namespace": namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "editor"}
+    bound = {"metadata": {"name": "editor"}, "roleRef": role, "subjects": [subject]}
+    control_plane.api.create(f"{roles}/rolebindings", bound)
 
 
 def can_list(client: Client) -> bool:
