@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -40,10 +42,11 @@ class ServedPod:
     node: str = "node-1"
     lines: list[tuple[int, str]] = field(default_factory=list)
     state: str = "running"
+    job: str = "job"
 
     def body(self, version: int) -> dict[str, Any]:
         labels = {
-            Label.JOB: "job",
+            Label.JOB: self.job,
             Label.ROLE: "trainer",
             Label.ATTEMPT: str(self.attempt),
             Label.INDEX: str(self.index),
@@ -52,8 +55,8 @@ class ServedPod:
         status = {"name": "trainer", "restartCount": 0, "state": {self.state: {}}}
         return {
             "metadata": metadata | {"resourceVersion": str(version)},
-            "spec": {"nodeName": self.node},
-            "status": {"containerStatuses": [status]},
+            "spec": {"nodeName": self.node, "containers": [{"image": "of-the-pod"}]},
+            "status": {"phase": self.state.title(), "containerStatuses": [status]},
         }
 
 
@@ -68,6 +71,12 @@ class PodLogServer:
         self.connections = 0
         self.is_denied = False
         self.is_away = False
+        self.run_folder = Path("nowhere")
+        self.mount_path = "/moejob"
+        self.image: str | None = None
+        self.readers: list[dict[str, Any]] = []
+        # A connection that breaks has no more of a program's output, and no status.
+        self.most_output: int | None = None
         self._version = 1
         self._news = asyncio.Condition()
         self._events: list[tuple[int, str, str, dict[str, Any]]] = []
@@ -75,7 +84,8 @@ class PodLogServer:
 
     def job(self) -> dict[str, Any]:
         metadata = {"name": "job", "namespace": NAMESPACE, "uid": "uid-job", "resourceVersion": str(self._version)}
-        return {"metadata": metadata, "status": self.status | {"phase": self.phase}}
+        spec = {"storage": {"mountPath": self.mount_path}, "resources": {"image": self.image}}
+        return {"metadata": metadata, "spec": spec, "status": self.status | {"phase": self.phase}}
 
     async def add_pod(self, pod: ServedPod) -> ServedPod:
         self.pods[pod.name] = pod
@@ -123,6 +133,13 @@ class PodLogServer:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.is_away:
             return refuse(503, "etcd is gone")
+        if request.path.endswith("/exec"):
+            return await self._run_program(request)
+        if request.method == "POST":
+            return await self._create_reader(request)
+        if request.method == "DELETE":
+            await self.delete_pod(self.pods[request.path.rpartition("/")[2]])
+            return web.json_response({"kind": "Status", "metadata": {}})
         parts = request.path.strip("/").split("/")
         if parts[-1] == "log":
             return await self._serve_log(request, parts[-2])
@@ -131,7 +148,8 @@ class PodLogServer:
             return self._serve_object(plural, parts[-1])
         if "watch" in request.query:
             return await self._serve_watch(request, plural)
-        items = [pod.body(self._version) for pod in self.pods.values()] if plural == "pods" else [self.job()]
+        pods = [pod for pod in self.pods.values() if pod.job]
+        items = [pod.body(self._version) for pod in pods] if plural == "pods" else [self.job()]
         metadata = {"resourceVersion": str(self._version)}
         return web.json_response({"apiVersion": "v1", "kind": "List", "metadata": metadata, "items": items})
 
@@ -157,6 +175,37 @@ class PodLogServer:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
+
+    async def _create_reader(self, request: web.Request) -> web.Response:
+        if self.is_denied:
+            return refuse(403, 'pods is forbidden: User "u" cannot create resource "pods" in API group ""')
+        body = await request.json()
+        self.readers.append(body)
+        pod = ServedPod(body["metadata"]["generateName"] + "x", "uid-reader", job="")
+        await self.add_pod(pod)
+        return web.json_response(pod.body(self._version))
+
+    async def _run_program(self, request: web.Request) -> web.StreamResponse:
+        """Run the command here: the run folder of the job is a folder of this machine."""
+        if self.is_denied:
+            return refuse(403, "no words of this arrive")
+        socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
+        await socket.prepare(request)
+        _, *arguments = request.query.getall("command")
+        words = [word.replace(f"{self.mount_path}/job", str(self.run_folder)) for word in arguments]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        output, errors = await process.communicate()
+        output = output if self.most_output is None else output[: self.most_output]
+        for begin in range(0, len(output), 7_000):
+            await socket.send_bytes(b"\x01" + output[begin : begin + 7_000])
+        if self.most_output is None:
+            await socket.send_bytes(b"\x02" + errors)
+            status = {"status": "Failure" if process.returncode else "Success", "message": "exit code 1"}
+            await socket.send_bytes(b"\x03" + json.dumps(status).encode())
+        await socket.close()
+        return socket
 
     def _has_news(self, version: int) -> bool:
         return self._version > version or self.is_away

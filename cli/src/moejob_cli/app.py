@@ -420,6 +420,63 @@ def print_logs(
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_lines))
 
 
+@app.command("steps", short_help="Print the step log of a job.")
+def print_steps(
+    name: JobArgument,
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print the step log of a job from its volume; -o json prints every number, one object a line."""
+    from moejob_cli.cluster_files import print_steps
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    is_json = output is not OutputFormat.TABLE
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: print_steps(client, name, is_json=is_json)))
+
+
+@app.command("samples", short_help="Print answers of a job with their rewards.")
+def print_samples(
+    name: JobArgument,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Answers of this step. Default: the newest.")
+    ] = None,
+    evaluation: Annotated[bool, typer.Option("--eval", help="Answers of evaluations.")] = False,
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print prompts, answers and rewards of a step from the job's volume; -o json prints one object a line."""
+    from moejob_cli.cluster_files import print_samples
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    async def print_answers(client: "AsyncClient") -> CommandExit:
+        is_json = output is not OutputFormat.TABLE
+        return await print_samples(client, name, step, is_evaluation=evaluation, is_json=is_json)
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_answers))
+
+
+@app.command("cp", short_help="Copy files of a job to this machine.")
+def copy_files(
+    name: JobArgument,
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A file or a folder of the run folder, as export.", show_default=False),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New folder for it.", show_default=False)],
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Copy a file or a folder from the volume of a job into a new folder, as `moejob cp JOB export model`."""
+    from moejob_cli.cluster_files import copy_files
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: copy_files(client, name, path, target)))
+
+
 @app.command("submit", short_help="Create a job in the cluster.")
 def submit_job(
     file: Annotated[

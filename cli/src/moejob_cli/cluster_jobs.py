@@ -33,6 +33,7 @@ _EXITS = {
     RequestFailure.REFUSED: CommandExit.REFUSED,
     RequestFailure.TAKEN: CommandExit.REFUSED,
     RequestFailure.NO_LOG: CommandExit.NOT_FOUND,
+    RequestFailure.NO_FILE: CommandExit.NOT_FOUND,
 }
 _HEADS = ("NAME", "PHASE", "STEP", "SCORE", "SPEED", "ETA", "WHY", "AGE")
 # Widths of a line of `watch`, which has no later line when it prints this one.

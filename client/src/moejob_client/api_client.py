@@ -227,6 +227,25 @@ class ApiClient:
         async for line in self._stream_lines(_Request(Verb.GET, f"{path}?{urlencode(query)}")):
             yield line
 
+    @asynccontextmanager
+    async def open_websocket(self, path: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Open a WebSocket of Kubernetes' streams, as a program in a pod has."""
+        resource = requested_resource(path)
+        async with self.new_session(_pass_request) as session:
+            try:
+                socket = await session.ws_connect(
+                    self._credentials.host + path, protocols=("v4.channel.k8s.io",), max_msg_size=0, heartbeat=30.0
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                # The refusal has no words: a handshake has no body.
+                if error.status == 403:
+                    raise Forbidden(f"{resource} is forbidden: this user cannot create {resource}") from error
+                raise _refusal_error(error.status, "", f"{path.partition('?')[0]}: {error.status}") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise Retryable(f"the API server does not answer: {error!r}") from error
+            async with socket:
+                yield socket
+
     async def _stream_lines(
         self, request: _Request, on_open: Callable[[], object] | None = None
     ) -> AsyncIterator[bytes]:
@@ -297,6 +316,10 @@ class ApiClient:
             self._metrics.count_request(request.verb, resource, outcome.code, seconds)
             fields = {"verb": request.verb, "resource": resource, "code": outcome.code, "seconds": round(seconds, 6)}
             log.debug("request", extra={LOG_FIELDS: fields})
+
+
+async def _pass_request(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    return await handler(request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from moejob_client.connection import connect_client
 from moejob_client.job_logs import ALL_LINES, LogSelection
@@ -70,6 +70,18 @@ class Client:
     def logs(self, name: str, selection: LogSelection = ALL_LINES, *, is_followed: bool = False) -> Iterator[LogLine]:
         """Yield lines of a job's pods by time; see AsyncClient."""
         return self._iterate(self._jobs.logs(name, selection, is_followed=is_followed))
+
+    def steps(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the step log: `pandas.DataFrame(client.steps("job"))`."""
+        return self._iterate(self._jobs.steps(name))
+
+    def samples(self, name: str, step: int | None = None, *, is_evaluation: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield answers with their rewards of a step, or of the newest that has any."""
+        return self._iterate(self._jobs.samples(name, step, is_evaluation=is_evaluation))
+
+    def copy(self, name: str, path: str, target: Path) -> int:
+        """Copy a file or a folder of the run folder into a new folder here."""
+        return self._runner.run(self._jobs.copy(name, path, target))
 
     def _iterate(self, items: AsyncGenerator[Item]) -> Iterator[Item]:
         """Yield what an asynchronous generator yields, and close it when no more is wanted."""

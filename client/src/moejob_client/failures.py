@@ -22,6 +22,7 @@ class RequestFailure(StrEnum):
     REFUSED = "Refused"
     TAKEN = "Taken"
     NO_LOG = "NoLog"
+    NO_FILE = "NoFile"
 
 
 class JobRequestError(Exception):

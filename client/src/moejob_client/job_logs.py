@@ -92,7 +92,7 @@ class JobLogs:
 
     async def find_pods(self) -> tuple[PodView, ...]:
         """Return the pods whose lines are wanted and whose containers have begun."""
-        pods = await self._list_pods()
+        pods = await self.list_pods()
         return tuple(pod for pod in self._chosen_attempt(pods) if pod.starts)
 
     async def read(self, pods: Iterable[PodView]) -> AsyncGenerator[LogLine]:
@@ -110,7 +110,7 @@ class JobLogs:
     ) -> AsyncGenerator[LogLine]:
         """Yield lines by time until the job has finished or is gone; `report` hears what is waited for."""
         merger = LogMerger(_PATIENCE_SECONDS)
-        present = await self._list_pods()
+        present = await self.list_pods()
         skipped = {pod.uid for pod in present} - {pod.uid for pod in self._chosen_attempt(present)}
         pods = asyncio.create_task(self._attach_pods(merger, skipped, report))
         end = asyncio.create_task(self._await_end(merger, watch_job, skipped, report))
@@ -166,7 +166,7 @@ class JobLogs:
                     if not self._tasks.keys() - _WATCHES:
                         report(_waiting_words(event.job))
             # Pods whose last event is still under way.
-            for pod in await self._list_pods():
+            for pod in await self.list_pods():
                 if pod.uid not in skipped:
                     self._attach_starts(merger, pod)
         finally:
@@ -200,7 +200,14 @@ class JobLogs:
         attempt = self._filter.selection.attempt
         return attempt is None or pod.attempt == attempt
 
-    async def _list_pods(self) -> tuple[PodView, ...]:
+    def takes_recorded(self, line: LogLine) -> bool:
+        """Return whether a line of the record is wanted."""
+        selection = self._filter.selection
+        is_old = selection.since is not None and line.time < datetime.now(UTC) - selection.since
+        return self._filter.takes_line(line) and not is_old and selection.node in (None, line.node)
+
+    async def list_pods(self) -> tuple[PodView, ...]:
+        """Return all pods of the job as they are now."""
         pods: list[PodView] = []
         with explained_failures("cannot list pods"):
             async for page in self._http.list_pages(self._pods.path, self._pods.query):

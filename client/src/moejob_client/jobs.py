@@ -5,19 +5,22 @@ A watch is one connection for all jobs of a namespace, continued from the versio
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
 from moejob_client.api_client import ApiClient
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
+from moejob_client.job_files import copy_files, read_record_lines, read_samples, read_steps
 from moejob_client.job_logs import ALL_LINES, JobLogs, LogSelection, make_filter
 from moejob_client.job_view import JobEvent, JobView
+from moejob_client.job_volume import JobVolume, open_volume
 from moejob_client.log_lines import LogLine
 from moejob_client.watching import Collection, ObjectWatch, ReportOutage
 
@@ -130,13 +133,64 @@ class AsyncClient:
             lines = job_logs.follow(lambda: self.watch(job.name), report)
         else:
             pods = await job_logs.find_pods()
-            if not pods:
-                text = f"{job.name} has no pods whose log could be read; `moejob logs -f` waits for them"
-                raise JobRequestError(RequestFailure.NO_LOG, text)
-            lines = job_logs.read(pods)
+            lines = job_logs.read(pods) if pods else self._read_record(job, job_logs, selection, report)
         async with aclosing(lines):
             async for line in lines:
                 yield line
+
+    async def _read_record(
+        self, job: JobView, job_logs: JobLogs, selection: LogSelection, report: Callable[[str], object]
+    ) -> AsyncGenerator[LogLine]:
+        """Yield the lines that the record on the volume keeps, where pods are gone."""
+        nothing = f"{job.name} has no pods whose log could be read; `moejob logs -f` waits for them"
+        if job.status.start_time is None:
+            raise JobRequestError(RequestFailure.NO_LOG, nothing)
+        attempt = selection.attempt
+        if selection.is_previous:
+            attempt = job.status.attempt - 1
+        count = 0
+        async with self._open_volume(job, report) as volume:
+            async for line in read_record_lines(volume, attempt):
+                if job_logs.takes_recorded(line):
+                    count += 1
+                    yield line
+        if not count:
+            raise JobRequestError(RequestFailure.NO_LOG, f"{nothing}; the record on its volume has no such lines")
+
+    async def steps(
+        self, name: str, report: Callable[[str], object] = _ignore_report
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the lines of the step log, ready for a data frame. The last line of a step counts."""
+        async with self._open_volume(await self.get(name), report) as volume, aclosing(read_steps(volume)) as steps:
+            async for step in steps:
+                yield step
+
+    async def samples(
+        self,
+        name: str,
+        step: int | None = None,
+        *,
+        is_evaluation: bool = False,
+        report: Callable[[str], object] = _ignore_report,
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield answers with their rewards of a step, or of the newest that has any; or those of an evaluation."""
+        async with (
+            self._open_volume(await self.get(name), report) as volume,
+            aclosing(read_samples(volume, step, is_evaluation=is_evaluation)) as samples,
+        ):
+            async for sample in samples:
+                yield sample
+
+    async def copy(self, name: str, path: str, target: Path, report: Callable[[str], object] = _ignore_report) -> int:
+        """Copy a file or a folder of the run folder into a new folder here, and return how many files it has."""
+        async with self._open_volume(await self.get(name), report) as volume:
+            return await copy_files(volume, path, target)
+
+    @asynccontextmanager
+    async def _open_volume(self, job: JobView, report: Callable[[str], object]) -> AsyncIterator[JobVolume]:
+        pods = await JobLogs(self._http, make_filter(job, ALL_LINES)).list_pods()
+        async with open_volume(self._http, job, pods, report) as volume:
+            yield volume
 
     async def suspend(self, name: str, *, is_suspended: bool = True) -> str:
         """Stop a job after a checkpoint, or let it go on, and return its name."""

@@ -72,6 +72,13 @@ class PodView:
         return "running" in self._container_state()
 
     @property
+    def waiting_reason(self) -> str:
+        """Return why its container waits, or why it has no node; empty when that is not known."""
+        waiting = api_bodies.as_mapping(self._container_state().get("waiting"))
+        unscheduled = api_bodies.find_condition(api_bodies.as_mapping(self.body.get("status")), "PodScheduled")
+        return api_bodies.as_text(waiting.get("reason")) or api_bodies.as_text(unscheduled.get("message"))
+
+    @property
     def starts(self) -> int:
         """Return how often its container has started."""
         return self._restarts + (1 if self.is_running or self._has_ended() else 0)

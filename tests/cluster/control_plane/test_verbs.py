@@ -22,7 +22,8 @@ from moejob_client.failures import JobRequestError
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 TINY = ROOT / "examples" / "tiny-sft.yaml"
-VERBS = tuple([verb, "job"] for verb in ("get", "watch", "why", "logs", "suspend", "resume", "cancel"))
+NAMES = ("get", "watch", "why", "logs", "steps", "samples", "suspend", "resume", "cancel")
+VERBS = (*([verb, "job"] for verb in NAMES), ["cp", "job", "export", "new"])
 SUBMIT = ["submit", str(TINY)]
 ALL = (*VERBS, SUBMIT)
 
