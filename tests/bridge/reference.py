@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bridge import without_cuda
 from bridge.latent_attention import CausalAttention
-from moejob_trainer.interchange.megatron_bridge import adapt_config, import_auto_bridge
+from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider, import_auto_bridge
 
 # Plain Megatron-Core layers in float32; fusions need a GPU, and so does the dispatcher that the bridge chooses.
 _PLAIN: dict[str, Any] = {
@@ -46,30 +46,28 @@ _FUSIONS = (
     "moe_shared_expert_overlap",
     "persist_layer_norm",
 )
-# The bridge leaves DeepSeek's rotary type at yarn where the config names none: logits are then off by 1.4.
-_PLAIN_ROTARY: dict[str, Any] = {
-    "rope_type": "rope",
-    "rotary_scaling_factor": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 
 
 class MegatronModel(nn.Module):
-    """Megatron's model of a folder; called like one of Transformers. Megatron's groups have to be there."""
+    """Megatron's model of a folder; called like one of Transformers. Megatron's groups have to be there.
 
-    def __init__(self, folder: Path) -> None:
+    Without `has_weights` its weights are undefined.
+    """
+
+    def __init__(self, folder: Path, *, has_weights: bool = True) -> None:
         super().__init__()
         without_cuda.prepare()
         self.bridge = import_auto_bridge().from_hf_pretrained(folder, torch_dtype=torch.float32)
         adapt_config(self.bridge.hf_pretrained.config)
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        _set(provider, _PLAIN | dict.fromkeys(_FUSIONS, False) | _PLAIN_ROTARY)
+        _set(provider, _PLAIN | dict.fromkeys(_FUSIONS, False))
+        adapt_provider(provider, self.bridge.hf_pretrained.config)
         provider.transformer_layer_spec = _local_layers
         provider.finalize()
         self.model: Any = provider.provide(pre_process=True, post_process=True)
         self.registry = self.bridge._model_bridge.mapping_registry()  # noqa: SLF001 the bridge offers no other way
-        self._load(load_file(folder / "model.safetensors"))
+        if has_weights:
+            self._load(load_file(folder / "model.safetensors"))
 
     def forward(self, tokens: Tensor, use_cache: bool = False) -> SimpleNamespace:  # noqa: ARG002
         """[1, t] -> .logits [1, t, v]"""

@@ -30,12 +30,21 @@ from torch import Tensor, nn
 from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
-from moejob_trainer.interchange.megatron_bridge import adapt_config, import_auto_bridge
+from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider, import_auto_bridge
 from trainer.parity.cells import reference_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
-FAMILIES = (Family.LLAMA, Family.QWEN3, Family.QWEN3_MOE, Family.GLM4_MOE, Family.DEEPSEEK_V3)
+FAMILIES = (
+    Family.LLAMA,
+    Family.QWEN3,
+    Family.QWEN3_MOE,
+    Family.GLM4_MOE,
+    Family.DEEPSEEK_V3,
+    Family.MIXTRAL,
+    Family.QWEN2_MOE,
+    Family.GPT_OSS,
+)
 # Logits are about 1. Kernels of attention and of grouped products add in an order of their own.
 MOST_DIFFERENCE = 2e-4
 PLAIN: dict[str, Any] = {
@@ -48,8 +57,6 @@ PLAIN: dict[str, Any] = {
     # The model has no such weights in its files.
     "mtp_num_layers": None,
 }
-# The bridge takes yarn where a config of DeepSeek's names no scaling.
-PLAIN_ROTARY = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,9 +119,10 @@ def build_model(published: Path) -> Any:
     bridge = import_auto_bridge().from_hf_pretrained(published, torch_dtype=torch.float32)
     adapt_config(bridge.hf_pretrained.config)
     provider = bridge.to_megatron_provider(load_weights=False)
-    for name, value in (PLAIN | PLAIN_ROTARY).items():
+    for name, value in PLAIN.items():
         if hasattr(provider, name):
             setattr(provider, name, value)
+    adapt_provider(provider, bridge.hf_pretrained.config)
     provider.finalize()
     model = provider.provide(pre_process=True, post_process=True).cuda().float().eval()
     assert any("transformer_engine" in type(module).__module__ for module in model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import signal
@@ -89,6 +90,18 @@ def test_a_run_needs_the_checkpoint_only_for_its_first_start(runs: Runs, bare_ch
     assert [step.step for step in read_steps(first.folder)] == [1, 2]
 
 
+def test_adapters_of_a_checkpoint_of_megatron_name_the_model_that_it_became(runs: Runs) -> None:
+    source = str(runs.volume / "writer/export-megatron")
+    run = runs.run_to_end(
+        "adapted",
+        model={"source": source},
+        training={"maxSteps": 1, "lora": {"rank": 4}},
+        checkpoint={"exportHuggingFace": True},
+    )
+    adapter_config = json.loads((run.folder / "export/adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(run.folder / "model")
+
+
 def test_a_checkpoint_without_config_is_refused_with_the_field_that_names_one(
     runs: Runs, bare_checkpoint: Path
 ) -> None:
@@ -141,9 +154,13 @@ def test_a_run_that_is_killed_while_it_writes_for_megatron_writes_it_in_the_next
         "training": {"maxSteps": 1},
         "checkpoint": WRITES_MEGATRON,
     }
-    run = runs.start("killed", **sections)
+    run = runs.start("killed", environ={"HF_TOKEN": "the user's"}, **sections)
     unfinished = run.folder / ".export-megatron.unfinished"
     await_result(unfinished.exists, "the export for Megatron")
+    (converter,) = _converters(run.folder)
+    environment = (converter / "environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=" in environment
+    assert not any(line.startswith((b"HF_TOKEN=", b"MOEJOB_")) for line in environment)
     run.signal(signal.SIGKILL)
     assert [code for code in run.await_exit_codes() if code] == [-signal.SIGKILL]
     await_result(lambda: not _converters(run.folder), "the end of the conversion")
@@ -154,17 +171,17 @@ def test_a_run_that_is_killed_while_it_writes_for_megatron_writes_it_in_the_next
     assert differing_tensors(again.folder / "model", run.folder / "export") == []
 
 
-def _converters(folder: Path) -> list[str]:
-    """Return the command lines of processes that convert files of a run."""
-    commands = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "moejob_trainer.interchange" in command and str(folder) in command:
-            commands.append(command)
-    return commands
+def _converters(folder: Path) -> list[Path]:
+    """Return the processes that convert files of a run, by their folders below /proc."""
+    return [process for process in Path("/proc").glob("[0-9]*") if _is_converter(process, folder)]
+
+
+def _is_converter(process: Path, folder: Path) -> bool:
+    try:
+        command = (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"moejob_trainer.interchange\0export" in command and str(folder).encode() in command
 
 
 def refusal(runs: Runs, job: str, model: dict[str, str]) -> str:

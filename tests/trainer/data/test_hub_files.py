@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from moejob_api.job.status import RepositoryKind
-from moejob_trainer.data.hub import HubPins
+from moejob_trainer.data.hub import WEIGHT_FILES, HubPins
 from trainer.hub import Hub, serve_hub
 from trainer.rows import make_rows
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from moejob_trainer.data.hub import HubPins, download_model
 from moejob_trainer.errors import BadConfiguration
 try:
-    print(download_model(sys.argv[1], None, HubPins(Path(sys.argv[2]))))
+    print(download_model(sys.argv[1], None, HubPins(Path(sys.argv[2])), sys.argv[3:]))
 except BadConfiguration as refusal:
     sys.exit(f"refused: {refusal}")
 """
@@ -39,11 +39,11 @@ def hub() -> Iterator[Hub]:
         yield found
 
 
-def fetched(hub: Hub, volume: Path, job: str = "job") -> str:
+def fetched(hub: Hub, volume: Path, job: str = "job", left_out: Sequence[str] = ()) -> str:
     """Return the folder that a job starts from, or what it is refused with."""
     (volume / job).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", FETCH, MODEL, volume / job],
+        [sys.executable, "-c", FETCH, MODEL, volume / job, *left_out],
         env=hub.environ(volume / "home") | {"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -114,6 +114,22 @@ def test_a_file_that_is_missing_is_downloaded_again(hub: Hub, tmp_path: Path) ->
     for path in ("marked.py", "model.safetensors"):
         (folder / path).resolve().unlink()
     assert fetched(hub, tmp_path) == str(folder)
+    assert (folder / "model.safetensors").read_bytes() == LARGE
+
+
+def test_config_and_tokenizer_come_without_weights_and_are_enough_when_the_hub_is_gone(
+    hub: Hub, tmp_path: Path
+) -> None:
+    folder = Path(fetched(hub, tmp_path, left_out=WEIGHT_FILES))
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
+        "config.json", "marked.py", "code/deep.py",
+    }  # fmt: skip
+    repositories = dict(hub.repositories)
+    hub.repositories.clear()
+    assert fetched(hub, tmp_path, left_out=WEIGHT_FILES) == str(folder)
+    hub.repositories.update(repositories)
+    # Another job of the volume wants the weights too.
+    assert fetched(hub, tmp_path, "another") == str(folder)
     assert (folder / "model.safetensors").read_bytes() == LARGE
 
 

@@ -218,6 +218,7 @@ def _file_lines(folder: Path) -> list[RenderableType]:
     named_files = {
         "checkpoints": RunFile.CHECKPOINTS,
         "export": RunFile.EXPORT,
+        "for Megatron": RunFile.EXPORT_MEGATRON,
         "logs": RunFile.LOGS,
         "steps": RunFile.STEPS,
     }

@@ -43,7 +43,7 @@ from moejob_trainer.conversion.safetensors_writer import (
 from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.model.pretrained import fetch_model
+from moejob_trainer.model.pretrained import fetch_model, name_for_others
 from moejob_trainer.runtime.disk import Disk, publish_folder
 
 
@@ -115,9 +115,10 @@ def _export_adapters(run: StoredRun, options: ExportOptions) -> str:
         raise ValueError("the checkpoint holds no adapters")
     if options.dtype is not None:
         raise BadConfiguration("adapters are written in float32; leave out --dtype, or add --merge-adapters")
+    base = name_for_others(run.spec.model, run.template.parent)
     lora_table = build_adapter_table(run.model_shape, lora)
     tensors = _open_weights(run, lora_table)
-    target = AdapterTarget(options.folder, run.spec.model.source, lora)
+    target = AdapterTarget(options.folder, base, lora)
     with remove_on_failure(target.unfinished_folder):
         write_adapters(
             {piece.tensor: tensors.tensor(piece, torch.float32) for piece in lora_table.pieces},
@@ -126,7 +127,7 @@ def _export_adapters(run: StoredRun, options: ExportOptions) -> str:
         )
         publish_folder(Disk(), target.unfinished_folder, target.folder, lambda _: True)
     return (
-        f"wrote {options.folder}: step {run.checkpoint.folder.step}, the adapters of {run.spec.model.source} for PEFT; "
+        f"wrote {options.folder}: step {run.checkpoint.folder.step}, the adapters of {base} for PEFT; "
         "--merge-adapters writes the whole model"
     )
 

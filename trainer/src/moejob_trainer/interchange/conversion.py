@@ -211,8 +211,9 @@ def _stack_sizes(tensor_table: TensorTable) -> StackSizes:
 def _plan_tensor(
     tensor: MegatronTensor, published_tensors: TensorSource, tensor_table: TensorTable, stacks: StackSizes
 ) -> PlannedTensor:
-    shapes = [tensor_table.by_tensor[name].shape for name in tensor.published_names]
-    shape = (sum(part_shape[0] for part_shape in shapes), *shapes[0][1:])
+    # Shapes alone: no tensor is read before it is written.
+    parts = [torch.empty(tensor_table.by_tensor[name].shape, device="meta") for name in tensor.published_names]
+    shape = tuple(tensor.join(parts).shape)
     stored_dtypes = {published_tensors.tensors[name].dtype for name in tensor.published_names}
     dtype = reduce(torch.promote_types, (dtype for dtype, name in _DTYPES.items() if name in stored_dtypes))
     return PlannedTensor(

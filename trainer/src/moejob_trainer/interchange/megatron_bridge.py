@@ -61,10 +61,7 @@ def read_bridged_model(folder: Path) -> BridgedModel:
     provider = bridge.to_megatron_provider(load_weights=False)
     # Its modules are not converted for every family.
     provider.mtp_num_layers = None
-    if rotary == "default" and hasattr(provider, "rope_type"):
-        # Left at yarn, latent attention would compute something else.
-        provider.rope_type, provider.rotary_scaling_factor = "rope", 1.0
-        provider.mscale = provider.mscale_all_dim = 1.0
+    adapt_provider(provider, config)
     return BridgedModel(provider, bridge._model_bridge.mapping_registry())  # noqa: SLF001 there is no other way
 
 
@@ -93,6 +90,23 @@ def adapt_config(config: PretrainedConfig) -> PretrainedConfig:
         # Published configs have it; Transformers computes nothing else and drops the field.
         config.scoring_func = "sigmoid"
     return config
+
+
+def adapt_provider(provider: Any, config: PretrainedConfig) -> None:
+    """Correct what the bridge reads of a config in another way than the model's own code."""
+    rope = config.rope_parameters
+    if config.model_type == Family.GPT_OSS:
+        # The bridge has the numbers of the published models, whatever a config says.
+        provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in config.layer_types]
+        if rope["rope_type"] == "yarn":
+            provider.yarn_rotary_scaling_factor = rope["factor"]
+            provider.yarn_original_max_position_embeddings = rope["original_max_position_embeddings"]
+        else:
+            provider.position_embedding_type = "rope"
+    if rope["rope_type"] == "default" and hasattr(provider, "rope_type"):
+        # Left at yarn, latent attention would compute something else.
+        provider.rope_type, provider.rotary_scaling_factor = "rope", 1.0
+        provider.mscale = provider.mscale_all_dim = 1.0
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Megatron's tensors of a model, each with the Hugging Face tensors that it joins, as Megatron-Bridge pairs them.
 
 A Megatron tensor may join several: queries, keys and values by groups of heads, or gate and up one after the other.
+gpt-oss publishes the experts of a layer as one tensor, with inputs first, and gate and up in turns. Here such a tensor
+is the stack of Megatron's: `mlp.experts.linear_fc1.weight` [experts, 2 f, h] of `gate_up_proj` [experts, h, 2 f].
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from moejob_trainer.conversion.families import TensorTable
 from moejob_trainer.interchange.megatron_bridge import BRIDGE, BridgedModel
 
 _STANDALONE_NORM, _FUSED_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
+
+_STACKED_MATRICES = 3
+_GROUPED_GATED, _GROUPED_DOWN = "GPTOSSMLPGateUpProjMapping", "GPTOSSMLPDownProjMapping"
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], Sequence[Tensor]]
@@ -58,9 +63,34 @@ def megatron_tensors(model: BridgedModel, table: TensorTable) -> list[MegatronTe
 def _resolve_mappings(model: BridgedModel, shape: ModelShape) -> Iterator[Any]:
     experts = max((layer.mlp.count for layer in shape.layers if isinstance(layer.mlp, Experts)), default=0)
     for mapping in model.registry.get_all_mappings():
+        if type(mapping).__name__ in (_GROUPED_GATED, _GROUPED_DOWN):
+            yield from _grouped_mappings(mapping, len(shape.layers))
+            continue
         ranges = (range(len(shape.layers)), range(experts))[: mapping.megatron_param.count("*")]
         for numbers in product(*ranges):
             yield mapping.resolve(tuple(map(str, numbers)))
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupedMapping:
+    """The experts of one layer in one tensor, on both sides."""
+
+    megatron_param: str
+    hf_param: str
+    is_gated: bool
+
+
+def _grouped_mappings(mapping: Any, layers: int) -> Iterator[_GroupedMapping]:
+    name = mapping.megatron_param.removesuffix("*")
+    # The same experts once more, as the modules that quantization has.
+    if ".local_experts." in name:
+        return
+    for layer in range(layers):
+        yield _GroupedMapping(
+            name.replace("*", str(layer), 1),
+            mapping.hf_param.replace("*", str(layer), 1),
+            is_gated=type(mapping).__name__ == _GROUPED_GATED,
+        )
 
 
 def _names_in_mapping(mapping: Any) -> tuple[str, ...]:
@@ -86,6 +116,8 @@ def _is_fused(name: str, shape: ModelShape) -> bool:
 
 
 def _join_and_split(model: BridgedModel, mapping: Any) -> tuple[Join, Split]:
+    if isinstance(mapping, _GroupedMapping):
+        return partial(_join_experts, mapping), partial(_split_experts, mapping)
     param_mapping = import_module("megatron.bridge.models.conversion.param_mapping")
     plain = (
         param_mapping.AutoMapping,
@@ -114,6 +146,18 @@ def _split_heads(param_mapping: Any, provider: Any, tensor: Tensor) -> Sequence[
     split = param_mapping.split_qkv_biases if tensor.ndim == 1 else param_mapping.split_qkv_weights
     parts: Sequence[Tensor] = split(provider, tensor)
     return parts
+
+
+def _join_experts(mapping: _GroupedMapping, parts: Sequence[Tensor]) -> Tensor:
+    """Return [experts, outputs, inputs] or [experts, outputs], gate before up."""
+    stack = _single_part(parts)
+    stack = stack.transpose(1, 2) if stack.ndim == _STACKED_MATRICES else stack
+    return torch.cat([stack[:, 0::2], stack[:, 1::2]], dim=1) if mapping.is_gated else stack
+
+
+def _split_experts(mapping: _GroupedMapping, tensor: Tensor) -> Sequence[Tensor]:
+    stack = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2) if mapping.is_gated else tensor
+    return (stack.transpose(1, 2) if stack.ndim == _STACKED_MATRICES else stack,)
 
 
 def _single_part(parts: Sequence[Tensor]) -> Tensor:

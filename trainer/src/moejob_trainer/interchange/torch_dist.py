@@ -38,7 +38,8 @@ from moejob_trainer.interchange.stored_tensor import DTYPES, RefusedTensor, read
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT_FILE, _INDEX_FILE = "metadata.json", ".metadata"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d*)")
+_EXPERTS = "mlp.experts.experts"
 _TRACKER = re.compile(r"[0-9]{1,12}|release")
 _TENSORS = TypeAdapter(dict[str, IndexedTensor])
 
@@ -74,7 +75,9 @@ def locate_tensor(name: str, stacks: StackSizes) -> IndexedKey:
     expert = _EXPERT.fullmatch(suffix)
     index: tuple[int, ...] = ()
     if expert is not None:
-        suffix, index = f"mlp.experts.experts.{expert[1]}.{expert[2]}", (int(expert[3]),)
+        # Without a number it is the stack of all experts.
+        suffix = f"{_EXPERTS}.{expert[1]}.{expert[2]}"
+        index = (int(expert[3]),) if expert[3] else ()
     if stacks.are_layers_stacked:
         return IndexedKey(f"decoder.layers.{suffix}", (number, *index))
     return IndexedKey(f"decoder.layers.{number}.{suffix}", index)
@@ -235,13 +238,23 @@ def write_checkpoint(folder: Path, tensors: Sequence[PlannedTensor], stacks: Sta
 
 def extra_state_keys(places: Iterable[IndexedKey], stacks: StackSizes) -> list[str]:
     """Return the keys of modules' extra states: Megatron loads no checkpoint that lacks one of them."""
-    modules = {(indexed_key.key.rpartition(".")[0], indexed_key.index) for indexed_key in places}
+    modules = {
+        (indexed_key.key.rpartition(".")[0], index)
+        for indexed_key in places
+        for index in _module_indexes(indexed_key, stacks)
+    }
     attention = {(key.replace(".linear_proj", ".core_attention"), index) for key, index in modules}
     shards = [
         (key, _dotted_numbers(index or (0,)), _dotted_numbers(stacks.axis_lengths(index) or (1,)))
         for key, index in sorted(modules | attention)
     ]
     return [f"{key}._extra_state/shard_{index}_{lengths}" for key, index, lengths in shards]
+
+
+def _module_indexes(indexed_key: IndexedKey, stacks: StackSizes) -> Iterator[tuple[int, ...]]:
+    """Yield the index of each module that has a part of a tensor: each expert is one, also of a stack of experts."""
+    is_stack = f"{_EXPERTS}." in indexed_key.key and len(indexed_key.index) == stacks.are_layers_stacked
+    yield from ((*indexed_key.index, expert) for expert in range(stacks.experts)) if is_stack else (indexed_key.index,)
 
 
 def _dotted_numbers(numbers: tuple[int, ...]) -> str:

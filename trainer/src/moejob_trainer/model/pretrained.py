@@ -36,8 +36,6 @@ class PretrainedModel:
     located: Model
     # False for the model that comes with moejob: it has no weights to start from.
     has_weights: bool
-    # The name under which others find it: of a converted checkpoint of Megatron the folder, for they cannot read that.
-    name: str
 
 
 def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
@@ -57,6 +55,12 @@ def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
             "latest_checkpointed_iteration.txt; remove config, or correct spec.model.source"
         )
     return place
+
+
+def name_for_others(model: Model, run_folder: Path) -> str:
+    """Return the name under which others find a run's model: they cannot read a checkpoint of Megatron."""
+    converted = _find_converted(model, run_folder)
+    return model.source if converted is None else str(converted)
 
 
 def _find_folder(source: str, claims: Path) -> Path | None:
@@ -126,9 +130,7 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
     local_model = (
         model if is_ours else model.model_copy(update={"source": str(folder), "config": None, "revision": None})
     )
-    is_converted = folder.name == RunFile.MODEL and (folder.parent / RunFile.MODEL_ORIGIN).is_file()
-    name = str(folder) if is_converted else model.source
-    return PretrainedModel(folder, config, local_model, has_weights=not is_ours, name=name)
+    return PretrainedModel(folder, config, local_model, has_weights=not is_ours)
 
 
 def _write_tiny_model(folder: Path) -> Path:

@@ -7,6 +7,7 @@ the job in its environment, sees no GPU, and ends with the rank.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def _run_interchange(*arguments: str | Path) -> None:
     if process.returncode == ExitCode.DONE:
         return
     reason = " ".join(process.stderr.split()) or f"it ended with code {process.returncode}"
+    if process.returncode == -signal.SIGKILL:
+        reason = "it was killed, as a rule for want of memory; raise resources.memory"
     if process.returncode == ExitCode.BAD_CONFIGURATION:
         raise BadConfiguration(reason)
     raise TransientFailure(f"the conversion of a checkpoint of Megatron failed: {reason[-2000:]}")

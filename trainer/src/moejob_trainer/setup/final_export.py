@@ -12,6 +12,7 @@ from moejob_trainer.conversion.model_export import ExportTarget, export_weights,
 from moejob_trainer.distributed.encoding import NOTHING
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
+from moejob_trainer.model.pretrained import name_for_others
 from moejob_trainer.model_check.checks import ModelChecks
 from moejob_trainer.runtime.disk import explain_failure
 from moejob_trainer.runtime.megatron_process import convert_to_megatron
@@ -41,11 +42,12 @@ def export_finished_model(
             whole_adapters(engine.stages),
             build_adapter_table(model.architecture.shape, lora),
         )
+        base = name_for_others(context.spec.model, context.environment.folder)
         # The check reads adapters beside published weights; weights that another job has trained are not published.
         check = skip_check
         if model.pretrained.has_weights and is_beside_pretrained:
             check = partial(checks.check_exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)
-        export_adapters(adapters, adapter_parameters, groups, AdapterTarget(folder, model.pretrained.name, lora), check)
+        export_adapters(adapters, adapter_parameters, groups, AdapterTarget(folder, base, lora), check)
 
 
 def _export_for_megatron(context: RankContext) -> None:
