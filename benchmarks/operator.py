@@ -27,9 +27,9 @@ from benchmarks.contest.contenders import (
     UNLIMITED,
     Contender,
     define_pytorch_jobs,
+    define_resource,
     kubeflow,
     ours,
-    served,
 )
 from benchmarks.contest.job_sets import NAME as JOB_SET
 from benchmarks.contest.job_sets import JobSetBuild, built_job_set, job_sets
@@ -111,7 +111,7 @@ def main() -> None:
     results: list[Result] = []
     try:
         for part in parts:
-            results += measured(part, peers, size)
+            results += measure_part(part, peers, size)
             loads.append(os.getloadavg()[0])
     except KeyboardInterrupt:
         say("interrupted: parts that were measured until now are recorded, if any")
@@ -122,7 +122,7 @@ def main() -> None:
     say(load)
 
 
-def measured(part: Part, peers: Peers, size: Size) -> list[Result]:
+def measure_part(part: Part, peers: Peers, size: Size) -> list[Result]:
     """Measure one part, in folders of its own."""
     return [result for work in _works(part, size) for result in _in_folder(work, peers)]
 
@@ -273,26 +273,26 @@ async def trace(folder: Path, peers: Peers) -> list[Result]:
 
 
 def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds: float | None) -> list[Result]:
-    def of(number: Callable[[Burst], float]) -> Runs:
+    def runs_of(number: Callable[[Burst], float]) -> Runs:
         return {name: [number(burst) for burst in each] for name, each in bursts.items()}
 
     return [
-        *_rows(f"{what}, in all", "s", of(lambda burst: burst.story.seconds_in_all()), target_seconds),
-        *_rows(f"{what}, until all run, p50", "s", of(lambda burst: median(burst.story.seconds_until_running()))),
-        *_rows(f"{what}, until all run, p99", "s", of(lambda b: quantile(b.story.seconds_until_running(), 0.99))),
+        *_rows(f"{what}, in all", "s", runs_of(lambda burst: burst.story.seconds_in_all()), target_seconds),
+        *_rows(f"{what}, until all run, p50", "s", runs_of(lambda burst: median(burst.story.seconds_until_running()))),
+        *_rows(f"{what}, until all run, p99", "s", runs_of(lambda b: quantile(b.story.seconds_until_running(), 0.99))),
         *_rows(
             f"{what}, until all are created, p99",
             "s",
             {name: [quantile(c, 0.99) for c in each] for name, each in _creation_seconds(bursts).items()},
         ),
-        *_rows(f"{what}, CPU of the operator a job", "ms", of(lambda burst: burst.cpu_ms_per_job), 2.0),
+        *_rows(f"{what}, CPU of the operator a job", "ms", runs_of(lambda burst: burst.cpu_ms_per_job), 2.0),
         *_rows(
             f"{what}, CPU of operator and controller manager a job",
             "ms",
-            of(lambda burst: burst.whole_cpu_ms_per_job),
+            runs_of(lambda burst: burst.whole_cpu_ms_per_job),
         ),
-        *_rows(f"{what}, API requests a job", "", of(lambda burst: burst.requests_per_job)),
-        *_rows(f"{what}, status writes, most of a job", "", of(lambda burst: burst.most_status_writes), 2.0),
+        *_rows(f"{what}, API requests a job", "", runs_of(lambda burst: burst.requests_per_job)),
+        *_rows(f"{what}, status writes, most of a job", "", runs_of(lambda burst: burst.most_status_writes), 2.0),
     ]
 
 
@@ -345,7 +345,7 @@ def ended_after(those: tuple[Contender, ...]) -> Iterator[tuple[Contender, ...]]
 
 def alone_on(plane: ControlPlane, *, is_traced: bool = False) -> Contender:
     """Ours."""
-    served(plane, ROOT / "crds" / "moetrainingjobs.yaml", "moetrainingjobs")
+    define_resource(plane, ROOT / "crds" / "moetrainingjobs.yaml", "moetrainingjobs")
     plane.kubectl("apply", "-f", ROOT / "crds" / "rules.yaml")
     return ours(plane, new_namespace(plane, "ours"), is_traced=is_traced)
 

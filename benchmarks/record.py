@@ -105,10 +105,10 @@ def _row(results: Sequence[Result], peers: Iterable[str]) -> str:
     """One case: ours, and each peer that was measured."""
     ours = results[0]
     beside = {r.peer: r for r in results}
-    mine = f"{shown(ours.value)} {ours.unit}".strip() + _range(ours.spread)
+    mine = f"{four_digits(ours.value)} {ours.unit}".strip() + _range(ours.spread)
     cells = [ours.case, mine, *(_beside(ours, beside.get(peer)) for peer in peers)]
     words = {None: "", True: "yes", False: "**no**"}
-    target = "" if ours.target is None else f"{shown(ours.target)} {ours.unit}"
+    target = "" if ours.target is None else f"{four_digits(ours.target)} {ours.unit}"
     return f"| {' | '.join(map(str.strip, [*cells, target, words[ours.meets_target]]))} |"
 
 
@@ -116,14 +116,14 @@ def _beside(ours: Result, theirs: Result | None) -> str:
     if theirs is None or theirs.peer_value is None:
         return ""
     times = f" ({theirs.peer_value / ours.value:.2g}x)" if ours.value else ""
-    return f"{shown(theirs.peer_value)} {ours.unit}".strip() + times + _range(theirs.peer_spread)
+    return f"{four_digits(theirs.peer_value)} {ours.unit}".strip() + times + _range(theirs.peer_spread)
 
 
 def _range(spread: tuple[float, float] | None) -> str:
-    return "" if spread is None else f", {shown(spread[0])} to {shown(spread[1])}"
+    return "" if spread is None else f", {four_digits(spread[0])} to {four_digits(spread[1])}"
 
 
-def shown(value: float) -> str:
+def four_digits(value: float) -> str:
     """Four digits, never as a power."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 

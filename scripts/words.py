@@ -138,11 +138,13 @@ def main() -> int:
     checked = list(files(listed["checked"]))
     problems = [problem for path in checked for problem in file_problems(path, words)]
     modules = [path for path in checked if "src" in path.parts and path.suffix == ".py"]
+    programs = [path for path in checked if path.parts[0] in ("benchmarks", "scripts") and path.suffix == ".py"]
     names = listed["identifiers"]
     problems += [
         f"{path}:{line}: {problem}"
-        for path in modules
-        for line, problem in identifier_problems(path.read_text(encoding="utf-8"), names["functions"], names["values"])
+        for paths, values in ((modules, names["values"]), (programs, ()))
+        for path in paths
+        for line, problem in identifier_problems(path.read_text(encoding="utf-8"), names["functions"], values)
     ]
     problems += class_problems(modules)
     problems += subject_problems(branch_subjects())

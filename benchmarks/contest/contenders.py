@@ -51,10 +51,12 @@ class Contender:
     timed: tuple[str, str]
     token: str = ""
 
-    def started(self) -> Contender:
+    def start(self) -> Contender:
         """Run a controller built on controller-runtime, as all peers are, and return when it counts its looks."""
         self.process.start()
-        self.process.wait_until(lambda: "controller_runtime_max_concurrent_reconciles" in self.said(), START_SECONDS)
+        self.process.wait_until(
+            lambda: "controller_runtime_max_concurrent_reconciles" in self.metrics_text(), START_SECONDS
+        )
         return self
 
     def costs(self) -> Costs:
@@ -63,7 +65,7 @@ class Contender:
             raise RuntimeError(f"{self.name} has ended; its log is {self.process.log}")
         return costs(self.process.pid)
 
-    def said(self) -> str:
+    def metrics_text(self) -> str:
         """Its metrics; nothing while it does not answer."""
         shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         asked = urllib.request.Request(f"{self.url}/metrics", headers=shown)  # noqa: S310 - a server of ours
@@ -76,11 +78,11 @@ class Contender:
 
     def metric(self, name: str) -> float:
         """A number that it says of itself; KeyError where it does not."""
-        return float(dict(line.rsplit(" ", 1) for line in self.said().splitlines() if line[:1] != "#")[name])
+        return float(dict(line.rsplit(" ", 1) for line in self.metrics_text().splitlines() if line[:1] != "#")[name])
 
     def looks(self) -> Histogram:
         """Return how long it has looked at jobs until now."""
-        return histogram(self.said(), *self.timed)
+        return histogram(self.metrics_text(), *self.timed)
 
 
 def ours(plane: ControlPlane, namespace: str, *, is_traced: bool = False) -> Contender:
@@ -125,7 +127,7 @@ def kubeflow(plane: ControlPlane, program: Path, name: str, namespace: str) -> C
         url=f"http://127.0.0.1:{port}",
         timed=("controller_runtime_reconcile_time_seconds", 'controller="pytorchjob-controller"'),
     )
-    return contender.started()
+    return contender.start()
 
 
 def define_pytorch_jobs(plane: ControlPlane) -> None:
@@ -133,10 +135,10 @@ def define_pytorch_jobs(plane: ControlPlane) -> None:
     asked = ["go", "list", "-m", "-f", "{{.Dir}}", PEERS.pins]
     folder = subprocess.run(asked, cwd=PEERS.folder, capture_output=True, text=True, check=True).stdout.strip()
     definition = Path(folder) / "manifests/base/crds/kubeflow.org_pytorchjobs.yaml"
-    served(plane, definition, "pytorchjobs")
+    define_resource(plane, definition, "pytorchjobs")
 
 
-def served(plane: ControlPlane, definition: Path, plural: str) -> None:
+def define_resource(plane: ControlPlane, definition: Path, plural: str) -> None:
     """Define a resource, and return when it is there."""
     # Too large for the annotation that a client-side apply leaves.
     plane.kubectl("apply", "--server-side", "-f", definition)

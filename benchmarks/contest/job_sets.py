@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.contest.contenders import Contender, our_job, served, user_of
+from benchmarks.contest.contenders import Contender, define_resource, our_job, user_of
 from benchmarks.contest.pods import Body, pod_template
 from cluster.binaries import Report, alone, cache, go_build
 from cluster.control_plane.certificates import new_authority
@@ -53,7 +53,7 @@ def built_job_set(source: Path, report: Report) -> JobSetBuild:
 
 def job_sets(plane: ControlPlane, build: JobSetBuild, namespace: str) -> Contender:
     """Its manager, as it is released but for the leader that it need not elect."""
-    served(plane, build.definition, "jobsets")
+    define_resource(plane, build.definition, "jobsets")
     user = user_of(plane, namespace, _ACCOUNT)
     folder = plane.folder / f"jobset-{namespace}"
     certificates = new_authority(folder).server("tls", "DNS:localhost,IP:127.0.0.1")
@@ -84,7 +84,7 @@ def job_sets(plane: ControlPlane, build: JobSetBuild, namespace: str) -> Contend
         token=plane.token(namespace, _ACCOUNT),
         timed=("controller_runtime_reconcile_time_seconds", 'controller="jobset"'),
     )
-    return contender.started()
+    return contender.start()
 
 
 def job_set(name: str, pods: int) -> Body:

@@ -28,9 +28,9 @@ from benchmarks.hostile.attacks import (
     got,
     honest_review,
     pods_that_say,
+    send_small_unfinished,
+    send_unfinished,
     silent,
-    small_unfinished,
-    unfinished,
     without_end,
     worst,
 )
@@ -149,8 +149,8 @@ def webhook_cases(worst_genes: Sequence[Mapping[tuple[str, ...], object]]) -> li
             "4 MiB of as many values as are read", dense(VALUES // 2, json.dumps({"spec": {"a": [1] * (VALUES // 5)}}))
         ),
         Case("4 MiB of values without end", dense(2_600_000, "null")),
-        Case("bodies of 4 MiB that do not end", unfinished),
-        Case("320 bodies of 8 KiB that do not end", small_unfinished),
+        Case("bodies of 4 MiB that do not end", send_unfinished),
+        Case("320 bodies of 8 KiB that do not end", send_small_unfinished),
         Case("damaged reviews", damaged_requests([honest_review()])),
         Case("connections that say nothing", silent),
     ]
@@ -161,7 +161,7 @@ async def _attacks_on_webhook(
 ) -> list[Result]:
     results = list[Result]()
     for case in webhook_cases(genes):
-        with served(*OPERATOR, "webhook", authority) as listener:
+        with serve_listener(*OPERATOR, "webhook", authority) as listener:
             trust = ssl.create_default_context(cafile=authority)
             name = service_hosts("moejob-webhook", "moejob-system")[0]
             target = Target(listener.port, trust, name)
@@ -175,7 +175,7 @@ async def _attacks_on(
 ) -> list[Result]:
     results, name = list[Result](), listens.strip("/")
     for case in cases:
-        with served(*program, name) as listener:
+        with serve_listener(*program, name) as listener:
             target = Target(listener.port)
             measured = await _measure_attack(listener, target, case, got(path or f"/{name}"), seconds)
             results += _results(f"{listens}: {case.name}", measured, target.honest, is_operators=program is OPERATOR)
@@ -185,10 +185,13 @@ async def _attacks_on(
 async def _attacks_on_store(seconds: float) -> list[Result]:
     results = list[Result]()
     for case in store_cases():
-        with served(*LAUNCHER, "store", SECRET) as listener, served(*LAUNCHER, "launcher", SECRET) as launcher:
-            await asyncio.to_thread(launcher.told, f"begin {listener.port}")
+        with (
+            serve_listener(*LAUNCHER, "store", SECRET) as listener,
+            serve_listener(*LAUNCHER, "launcher", SECRET) as launcher,
+        ):
+            await asyncio.to_thread(launcher.ask, f"begin {listener.port}")
             measured = await _measure_attack(listener, Target(listener.port), case, None, seconds)
-            waited = json.loads(await asyncio.to_thread(launcher.told, "end"))
+            waited = json.loads(await asyncio.to_thread(launcher.ask, "end"))
             results += _results(f"store: {case.name}", measured, waited, is_operators=False)
     return results
 
@@ -204,10 +207,10 @@ async def _attacks_by_pods(seconds: float) -> list[Result]:
     for name, answer in answers.items():
         server = await asyncio.start_server(answer, HOST, 0)
         port = server.sockets[0].getsockname()[1]
-        with served(*OPERATOR, "pods", str(port)) as listener:
-            await asyncio.to_thread(listener.told, "begin")
+        with serve_listener(*OPERATOR, "pods", str(port)) as listener:
+            await asyncio.to_thread(listener.ask, "begin")
             await asyncio.sleep(seconds)
-            measured = await asyncio.to_thread(listener.measured)
+            measured = await asyncio.to_thread(listener.read_measurements)
             results += _results(f"64 pods that the operator asks: {name}", measured, (), is_operators=True)
         server.close()
     return results
@@ -216,9 +219,9 @@ async def _attacks_by_pods(seconds: float) -> list[Result]:
 async def _measure_attack(
     listener: Listener, target: Target, case: Case, honest: bytes | None, seconds: float
 ) -> Measured:
-    await asyncio.to_thread(listener.told, "begin")
+    await asyncio.to_thread(listener.ask, "begin")
     await attack_target(target, case.attack, honest, seconds)
-    return await asyncio.to_thread(listener.measured)
+    return await asyncio.to_thread(listener.read_measurements)
 
 
 def _results(name: str, measured: Measured, honest: Sequence[float], *, is_operators: bool) -> list[Result]:
@@ -243,19 +246,19 @@ class Listener:
         self._words, self._answers = words, answers
         self.port = int(answers.readline())
 
-    def told(self, word: str) -> str:
+    def ask(self, word: str) -> str:
         """Return the answer to a word."""
         self._words.write(f"{word}\n")
         self._words.flush()
         return self._answers.readline()
 
-    def measured(self) -> Measured:
+    def read_measurements(self) -> Measured:
         """Return what was measured since the attack began."""
-        return Measured(**json.loads(self.told("end")))
+        return Measured(**json.loads(self.ask("end")))
 
 
 @contextmanager
-def served(*command: str) -> Iterator[Listener]:
+def serve_listener(*command: str) -> Iterator[Listener]:
     """Start the process of a listener: its Python, its module, and what it serves."""
     python, module, *arguments = command
     process = subprocess.Popen(

@@ -38,7 +38,7 @@ class Target:
     # Seconds that an honest client waited for each of its answers.
     honest: list[float] = field(default_factory=list)
 
-    async def connected(self) -> Pair:
+    async def open_connection(self) -> Pair:
         """Open a connection, over TLS where the listener speaks it."""
         return await asyncio.open_connection(HOST, self.port, ssl=self.trust, server_hostname=self.name)
 
@@ -81,13 +81,13 @@ async def _ask(target: Target, sent: bytes) -> None:
 
 async def _answer_or_none(target: Target, sent: bytes) -> bytes:
     with suppress(*_FAILURES):
-        return await answered(target, sent)
+        return await ask_once(target, sent)
     return b""
 
 
-async def answered(target: Target, sent: bytes) -> bytes:
+async def ask_once(target: Target, sent: bytes) -> bytes:
     """Ask once on a connection of its own, and wait for the whole answer."""
-    reader, writer = await target.connected()
+    reader, writer = await target.open_connection()
     try:
         writer.write(sent)
         await writer.drain()
@@ -96,7 +96,7 @@ async def answered(target: Target, sent: bytes) -> bytes:
         writer.transport.abort()
 
 
-def posted(body: bytes, length: int | None = None) -> bytes:
+def review_request(body: bytes, length: int | None = None) -> bytes:
     """Return a review as HTTP."""
     head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {length or len(body)}\r\n\r\n"
     return head.encode() + body
@@ -117,10 +117,10 @@ def body_of_a_stranger(path: str) -> bytes:
 
 def worst(reviews: Sequence[Drawn]) -> Attack:
     """Send the reviews that take longest, one after another."""
-    bodies = [posted(json.dumps(request(genes)).encode()) for genes in reviews]
+    bodies = [review_request(json.dumps(request(genes)).encode()) for genes in reviews]
 
     async def attack(target: Target, draw: random.Random) -> None:
-        await answered(target, draw.choice(bodies))
+        await ask_once(target, draw.choice(bodies))
 
     return attack
 
@@ -132,27 +132,27 @@ def dense(values: int, old: str) -> Attack:
     body = json.dumps({"request": review | {"object": 0, "oldObject": 1}}).encode()
     body = body.replace(b'"object": 0', b'"object": ' + spec.encode())
     body = body.replace(b'"oldObject": 1', b'"oldObject": ' + old.encode())
-    sent = posted(body + b" " * (BODY_BYTES - len(body)))
+    sent = review_request(body + b" " * (BODY_BYTES - len(body)))
 
     async def attack(target: Target, _: random.Random) -> None:
-        await answered(target, sent)
+        await ask_once(target, sent)
 
     return attack
 
 
-async def unfinished(target: Target, _: random.Random) -> None:
+async def send_unfinished(target: Target, _: random.Random) -> None:
     """Send all of a large body but its last byte."""
-    reader, writer = await target.connected()
+    reader, writer = await target.open_connection()
     try:
-        writer.write(posted(b" " * (BODY_BYTES - 1), BODY_BYTES))
+        writer.write(review_request(b" " * (BODY_BYTES - 1), BODY_BYTES))
         await reader.read()
     finally:
         writer.transport.abort()
 
 
-async def small_unfinished(target: Target, _: random.Random) -> None:
+async def send_small_unfinished(target: Target, _: random.Random) -> None:
     """Send the heads of many reviews of the usual size, and a byte of each body."""
-    await _many(target.connected, posted(b"{", _USUAL_BYTES))
+    await _many(target.open_connection, review_request(b"{", _USUAL_BYTES))
 
 
 # --- on any -----------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def damaged_requests(samples: Sequence[bytes]) -> Attack:
     """Send requests with a few places changed."""
 
     async def attack(target: Target, draw: random.Random) -> None:
-        reader, writer = await target.connected()
+        reader, writer = await target.open_connection()
         try:
             writer.write(damage_sample(draw, samples))
             async with asyncio.timeout(0.2):
@@ -194,7 +194,7 @@ def without_end(head: bytes, more: bytes, seconds: float) -> Attack:
     """Send a head and then the same bytes for as long as they are taken, or slowly."""
 
     async def attack(target: Target, _: random.Random) -> None:
-        reader, writer = await target.connected()
+        reader, writer = await target.open_connection()
         try:
             writer.write(head)
             while not reader.at_eof():
@@ -242,4 +242,4 @@ def honest_review() -> bytes:
     }
     review = request(genes)
     review["request"] |= {"operation": "CREATE", "oldObject": None, "object": job(genes)}
-    return posted(json.dumps(review).encode())
+    return review_request(json.dumps(review).encode())

@@ -68,7 +68,7 @@ class _Case:
             },
         }
 
-    def planned(self, at_once: int) -> float:
+    def planned_speed(self, at_once: int) -> float:
         """Return the tokens a second that the planner expects."""
         job = spec(**self.sections(at_once))
         if job.grpo is None:
@@ -103,7 +103,7 @@ def main() -> None:
                 "tensor": tensor,
                 "atOnce": at_once,
                 "tokensPerSecond": [round(rate) for rate in rates],
-                "planned": round(case.planned(at_once)),
+                "planned": round(case.planned_speed(at_once)),
                 "device": torch.cuda.get_device_name(),
             }
             sys.stdout.write(f"{json.dumps(line)}\n")

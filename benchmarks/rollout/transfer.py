@@ -99,7 +99,7 @@ class _Weights:
             for parameter in build_tensor_table(self.shape).parameters
         }
 
-    def named(self, stack: int) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, stack: int) -> Iterator[tuple[str, Tensor]]:
         """Yield them for engines."""
         stacking = ExpertStacking(1, stack) if stack else None
         return hugging_face_tensors(self._state, build_tensor_table(self.shape, stacking), ModelGroups())
@@ -113,7 +113,7 @@ def _measure_ways(url: str, weights: _Weights) -> None:
         trial = ProbeTerms(text, unknown, lambda: float("inf"))
         transport = IpcTransport(BucketRanks(None, None, device), export_ipc_handle, LIMITS.start_seconds, way.bucket)
         with closing(Publisher(fleet=fleet, world=None, transport=transport, probe_terms=trial)) as publisher:
-            reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
+            reports = [publisher.publish(version, weights.named_tensors(way.stack)) for version in range(ROUNDS)]
         alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
         _print_line(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
 
@@ -121,7 +121,7 @@ def _measure_ways(url: str, weights: _Weights) -> None:
 def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
     """Return the seconds in which the trainer fills buckets that no engine reads."""
     begun = time.monotonic()
-    for _ in pack_buckets(weights.named(way.stack), way.bucket, device):
+    for _ in pack_buckets(weights.named_tensors(way.stack), way.bucket, device):
         torch.cuda.synchronize()
     return time.monotonic() - begun
 

@@ -97,7 +97,7 @@ def print_nothing(_: str) -> None:
     """Take no notice of a part that is done."""
 
 
-def started(
+def start_engine(
     config: Mapping[str, Any],
     spec: Spec,
     device: torch.device,
@@ -142,7 +142,7 @@ class Ranks:
     store: Store
 
     @classmethod
-    def started(cls) -> Ranks:
+    def of_launch(cls) -> Ranks:
         """Find the others, and take this rank's GPU."""
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
@@ -181,9 +181,9 @@ class Ranks:
             torch.cuda.reset_peak_memory_stats()
 
 
-def joined() -> torch.device:
+def join_ranks() -> torch.device:
     """Join the ranks that torchrun started, or be alone. This rank's GPU."""
-    ranks = Ranks.started()
+    ranks = Ranks.of_launch()
     ranks.join("only")
     return ranks.device
 

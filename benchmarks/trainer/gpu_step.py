@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.trainer.engines import Started, loss, peak_gib, resources, stack, started, synchronize
+from benchmarks.trainer.engines import Started, loss, peak_gib, resources, stack, start_engine, synchronize
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.hardware import job_hardware
 from moejob_api.job import Spec
@@ -50,14 +50,16 @@ OVERLAPS: Mapping[str, Mapping[str, bool]] = {
 def main() -> None:
     """Measures and prints."""
     cases = _cases()
-    in_turn([case_name(case) for case in cases], lambda number, device: measured(cases[number], device), _CASE_SECONDS)
+    in_turn(
+        [case_name(case) for case in cases], lambda number, device: measure_case(cases[number], device), _CASE_SECONDS
+    )
 
 
-def measured(chosen: argparse.Namespace, device: torch.device) -> Line:
+def measure_case(chosen: argparse.Namespace, device: torch.device) -> Line:
     """Make some steps of a case, and return the line of it."""
     config = dict(catalog.find_config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
     begun = time.perf_counter()
-    of_rank = started(config, job(chosen, device), device)
+    of_rank = start_engine(config, job(chosen, device), device)
     random, seconds, result = np.random.default_rng(1), [], None
     built_seconds = time.perf_counter() - begun
     for _ in range(STEPS):
@@ -73,10 +75,10 @@ def measured(chosen: argparse.Namespace, device: torch.device) -> Line:
         raise ValueError(f"{STEPS} steps make no result")
     about = _measured_numbers(chosen, of_rank, result, seconds[WARM:])
     starting = {"builtSeconds": round(built_seconds, 1), "firstStepSeconds": round(seconds[0], 1)}
-    return {**about, **starting, "peakGiB": peak_gib(device), **expected(of_rank), **stack(device)}
+    return {**about, **starting, "peakGiB": peak_gib(device), **expected_numbers(of_rank), **stack(device)}
 
 
-def expected(of_rank: Started) -> dict[str, float]:
+def expected_numbers(of_rank: Started) -> dict[str, float]:
     """Return what the planner says of this job: the seconds of a step, and the memory of the fullest GPU."""
     spec, shape, sizes = of_rank.spec, of_rank.model.shape, of_rank.sizes
     return {

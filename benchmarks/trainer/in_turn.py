@@ -51,7 +51,7 @@ class CaseLog:
         """Note what came of it."""
         self._append({"line": line})
 
-    def begun(self) -> int:
+    def begun_cases(self) -> int:
         """Return how many cases were tried."""
         return sum("begun" in entry for entry in self._entries())
 
@@ -74,7 +74,7 @@ def in_turn(
 
     most_seconds: the ranks end when a case takes longer.
     """
-    ranks, log = Ranks.started(), CaseLog.of_launch()
+    ranks, log = Ranks.of_launch(), CaseLog.of_launch()
     for number in range(_first(ranks, log), len(names)):
         if ranks.rank == 0:
             log.begin(number)
@@ -97,7 +97,7 @@ def _first(ranks: Ranks, log: CaseLog) -> int:
     """Return the number of the case to begin with. Rank 0 says: the others may read a file that it has moved on."""
     key = f"first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if ranks.rank == 0:
-        ranks.store.set(key, str(log.begun()))
+        ranks.store.set(key, str(log.begun_cases()))
     return int(ranks.store.get(key))
 
 

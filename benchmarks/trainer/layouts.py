@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.trainer.gpu_step import job, measured, parsed_cases, parser
+from benchmarks.trainer.gpu_step import job, measure_case, parsed_cases, parser
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.hardware import job_hardware
 from moejob_api.layout.sizes import derive_layout
@@ -86,10 +86,10 @@ def main() -> None:
     chosen = asked.parse_args()
     lines = _in(chosen.of) if chosen.of else _measure_layouts(gpus, chosen.only, chosen.options)
     if lines is not None:
-        print(json.dumps({"order": compared(list(_seconds(lines)))}), flush=True)
+        print(json.dumps({"order": compare_orders(list(_seconds(lines)))}), flush=True)
 
 
-def compared(of: Sequence[LayoutSeconds]) -> dict[str, object]:
+def compare_orders(of: Sequence[LayoutSeconds]) -> dict[str, object]:
     """Return the agreement of both orders: Kendall's tau, and every pair that is expected the wrong way round."""
     pairs = list(combinations(sorted(of, key=lambda one: one.measured), 2))
     swapped = [(fast, slow) for fast, slow in pairs if fast.expected > slow.expected]
@@ -119,7 +119,7 @@ def _measure_layouts(gpus: int, only: Sequence[str] | None, options: str) -> lis
 
     def measure(number: int, device: torch.device) -> Line:
         chosen = cases[number]
-        return {"layout": names[number], **measured(chosen, device), "expectedParts": _parts(chosen, device)}
+        return {"layout": names[number], **measure_case(chosen, device), "expectedParts": _parts(chosen, device)}
 
     return in_turn(names, measure, _CASE_SECONDS)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.trainer.engines import Beginning, Started, loss, peak_gib, resources, stack, started
+from benchmarks.trainer.engines import Beginning, Started, loss, peak_gib, resources, stack, start_engine
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.job import Spec
 from moejob_api.job.training import ComputeType
@@ -73,7 +73,7 @@ def _curve(chosen: argparse.Namespace, device: torch.device) -> Line:
     progress = CurveTimer(_name(chosen), is_shown=dist.get_rank() == 0)
     config = dict(catalog.find_config(chosen.model) or {})
     config |= {} if chosen.layers is None else {"num_hidden_layers": chosen.layers}
-    of_rank = started(config, _spec(chosen, device), device, _rate, Beginning(progress.reached))
+    of_rank = start_engine(config, _spec(chosen, device), device, _rate, Beginning(progress.note_phase))
     losses: list[float] = []
     norms: list[float] = []
     for texts in _batches(chosen, of_rank.model.shape.vocabulary):
@@ -83,7 +83,7 @@ def _curve(chosen: argparse.Namespace, device: torch.device) -> Line:
         norms.append(round(result.gradient_norm, 5))
         if len(losses) % SHOWN_STEPS in (1, 2):
             # Of a run that is cut off, too, one sees how far it came.
-            progress.reached(f"step {len(losses)}: {losses[-1]}")
+            progress.note_phase(f"step {len(losses)}: {losses[-1]}")
         if len(losses) % SHOWN_STEPS == 0 and _any_over(progress.seconds, chosen.most_seconds, device):
             break
     return {
@@ -111,7 +111,7 @@ class CurveTimer:
         """Return the seconds so far."""
         return time.perf_counter() - self.begun
 
-    def reached(self, what: str) -> None:
+    def note_phase(self, what: str) -> None:
         """Note a phase."""
         self.phases[what.partition(":")[0]] = round(self.seconds, 1)
         if self.is_shown:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.trainer.engines import Started, joined, loss, started
+from benchmarks.trainer.engines import Started, join_ranks, loss, start_engine
 from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_trainer.megatron.topology import stop_groups
@@ -145,7 +145,7 @@ def main() -> None:
     """Measure the runs, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[run.case for run in RUNS], help="the runs of these cases alone")
-    wanted, device = parser.parse_args().only, joined()
+    wanted, device = parser.parse_args().only, join_ranks()
     for run in RUNS:
         if run.case in wanted:
             print(json.dumps(_measure_run(run, device)), flush=True)
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def _measure_run(run: Run, device: torch.device) -> dict[str, Any]:
-    of_rank, random = started(run.whole_config, run.spec(), device), np.random.default_rng(1)
+    of_rank, random = start_engine(run.whole_config, run.spec(), device), np.random.default_rng(1)
     found = Bytes()
     for _ in range(STEPS):
         with _count_bytes(of_rank, found):

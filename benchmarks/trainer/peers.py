@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.trainer.engines import stack, synchronize
-from benchmarks.trainer.gpu_step import STEPS, WARM, attention_here, job, measured, parser
+from benchmarks.trainer.gpu_step import STEPS, WARM, attention_here, job, measure_case, parser
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.models import catalog
 from moejob_trainer.distributed.groups import ALONE, Groups
@@ -41,7 +41,7 @@ def main() -> None:
     """Measures and prints."""
     chosen = parser().parse_args()
     ways: dict[str, Callable[[argparse.Namespace, torch.device], Line]] = {
-        "step": measured,
+        "step": measure_case,
         "step of Transformers": _transformers_step,
         "mixture": _mixture,
         "mixture of Transformers": _transformers_mixture,
@@ -51,10 +51,10 @@ def main() -> None:
     for name in ("step", "mixture"):
         ours, theirs = found.get(name, {}), found.get(f"{name} of Transformers", {})
         if _SPEED in ours and _SPEED in theirs:
-            print(json.dumps(compared(name, ours, theirs)), flush=True)
+            print(json.dumps(compare_lines(name, ours, theirs)), flush=True)
 
 
-def compared(name: str, ours: Line, theirs: Line) -> Line:
+def compare_lines(name: str, ours: Line, theirs: Line) -> Line:
     """Return the line of both, which goes into the page."""
     about = {key: theirs[key] for key in ("peer", "case", "torch", "device")}
     mine, other = float(str(ours[_SPEED])), float(str(theirs[_SPEED]))
@@ -116,11 +116,11 @@ def _transformers_mixture(chosen: argparse.Namespace, device: torch.device) -> L
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
     block = model.model.layers[0].mlp
 
-    def mixed(x: Tensor) -> Tensor:
+    def mix_tokens(x: Tensor) -> Tensor:
         y: Tensor | tuple[Tensor, ...] = block(x.view(chosen.micro, chosen.length, -1))
         return y[0] if isinstance(y, tuple) else y
 
-    seconds = _median_seconds(block, mixed, _tokens(chosen, config.hidden_size, device), device)
+    seconds = _median_seconds(block, mix_tokens, _tokens(chosen, config.hidden_size, device), device)
     return _line(chosen, device, "Transformers", seconds, 1)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.trainer.disk_speed import disk_speed
-from benchmarks.trainer.engines import Ranks, Started, loss, peak_gib, resources, stack, started, synchronize
+from benchmarks.trainer.engines import Ranks, Started, loss, peak_gib, resources, stack, start_engine, synchronize
 from moejob_api.contract.pod_environment import spec_text
 from moejob_api.contract.pods import RunFile
 from moejob_api.job import Spec
@@ -102,7 +102,7 @@ class Trained:
 def main() -> None:
     """Measure, and print."""
     chosen = _arguments()
-    ranks = Ranks.started()
+    ranks = Ranks.of_launch()
     ranks.join("only")
     with _folder(chosen.folder) as folder:
         layers = chosen.layers or _fitting(chosen, folder, ranks.device)
@@ -115,7 +115,7 @@ def _measure(chosen: argparse.Namespace, layers: int, folder: Path, device: torc
     report = SaveReport({**vars(chosen), "folder": str(folder), "layers": layers, **stack(device)})
     for files in (1, 4):
         report.add(f"disk, {files} files", **disk_speed(folder, int(chosen.probe_gb * GIGA), files).as_fields())
-    of_rank = started(config, spec, device)
+    of_rank = start_engine(config, spec, device)
     state = StateFiles(of_rank.engine, model_parameters(of_rank.model.shape), background_writer())
     state.prepare()
     step = _stepper(of_rank, chosen, device)

@@ -27,7 +27,7 @@ class BadPinsError(Exception):
 
 def main(arguments: Sequence[str], root: Path = ROOT, ask: Callable[[str], str] = digest_of) -> int:
     """Look up all bases and write them down, or with --check say which have no digest there."""
-    images = sorted({image for dockerfile in _dockerfiles(root) for _, image in named(dockerfile)})
+    images = sorted({image for dockerfile in _dockerfiles(root) for _, image in named_bases(dockerfile)})
     try:
         if "--check" in arguments:
             return _check_images(images, pins(root))
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], root: Path = ROOT, ask: Callable[[str], str] 
     return 0
 
 
-def named(dockerfile: str) -> list[tuple[str, str]]:
+def named_bases(dockerfile: str) -> list[tuple[str, str]]:
     """The arguments of a Dockerfile that name bases, and the images by which they do. Pure."""
     return _ARGUMENT.findall(dockerfile)
 
@@ -55,7 +55,7 @@ def pins(root: Path = ROOT) -> Mapping[str, str]:
 
 def on_pinned_bases(order: Order, digests: Mapping[str, str]) -> Order:
     """The same order with the digest of each base that its Dockerfile names and the order does not. Pure."""
-    found = {name: f"{image}@{digests[image]}" for name, image in named(order.dockerfile) if image in digests}
+    found = {name: f"{image}@{digests[image]}" for name, image in named_bases(order.dockerfile) if image in digests}
     return replace(order, arguments=found | dict(order.arguments))
 
 

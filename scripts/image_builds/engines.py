@@ -82,13 +82,13 @@ class Buildah:
         layout = self.layout(order.recipe)
         lasting = self._lasting_layers(order, store)
         if not layouts.holds(layout, lasting):
-            self._seed(layout, order.reference, lasting, store)
+            self._store_lasting_layers(layout, order.reference, lasting, store)
         _run(buildah(store, "push", "--quiet", order.reference, f"oci:{layout}:{order.reference}"))
         layouts.keep_newest(layout)
         return layout
 
-    def _seed(self, layout: Path, reference: str, lasting: list[str], store: Store) -> None:
-        """Bring the layers that last as they are: only such a one is known again, and not compressed each time."""
+    def _store_lasting_layers(self, layout: Path, reference: str, lasting: list[str], store: Store) -> None:
+        """Copy the layers that last as they are: a push knows such a layer again and does not compress it."""
         with tempfile.TemporaryDirectory(dir=store.folder) as scratch:
             _run(buildah(store, "push", "--quiet", "--disable-compression", reference, f"dir:{scratch}"))
             for digest in lasting:

@@ -14,7 +14,7 @@ import pytest
 
 from image_builds import bases
 from image_builds.__main__ import order
-from image_builds.bases import BadPinsError, named, on_pinned_bases, pins
+from image_builds.bases import BadPinsError, named_bases, on_pinned_bases, pins
 from image_builds.commands import Supplies
 from image_builds.engines import Docker, Engine, Podman
 from image_builds.recipes import RECIPES, ROOT
@@ -181,7 +181,7 @@ def test_a_release_without_the_digest_of_each_base_is_refused(
 
 
 def test_the_digests_that_are_committed_can_be_read() -> None:
-    known = {image for recipe in RECIPES.values() for _, image in named((ROOT / recipe.dockerfile).read_text())}
+    known = {image for recipe in RECIPES.values() for _, image in named_bases((ROOT / recipe.dockerfile).read_text())}
     assert set(pins()) <= known, "images/bases.txt names what no Dockerfile stands on; write it with `make bases`"
 
 

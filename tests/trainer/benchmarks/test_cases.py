@@ -47,8 +47,8 @@ def test_a_case_is_named_by_what_is_not_as_usual() -> None:
 
 def test_cases_that_were_begun_are_not_tried_again(tmp_path: Path) -> None:
     log = CaseLog(tmp_path / "cases")
-    assert (log.begun(), log.lines()) == (0, [])
+    assert (log.begun_cases(), log.lines()) == (0, [])
     log.begin(0)
     log.end({"loss": 1.5})
     log.begin(1)
-    assert (log.begun(), log.lines()) == (2, [{"loss": 1.5}])
+    assert (log.begun_cases(), log.lines()) == (2, [{"loss": 1.5}])

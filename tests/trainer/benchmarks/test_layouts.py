@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.trainer.gpu_step import job, parsed_cases, parser
-from benchmarks.trainer.layouts import ALIKE, LAYOUTS, LayoutSeconds, compared
+from benchmarks.trainer.layouts import ALIKE, LAYOUTS, LayoutSeconds, compare_orders
 
 from moejob_api.derived import global_batch_size
 from moejob_api.layout.sizes import count_gpus as gpus_of
@@ -25,7 +25,7 @@ from moejob_api.rules import layout_problems
 def test_orders_agree_but_for_the_pairs_that_are_swapped(
     expected: list[float], tau: float, swapped: list[tuple[str, str]]
 ) -> None:
-    found = compared([LayoutSeconds(*one) for one in zip("abc", expected, (0.5, 0.6, 0.7), strict=True)])
+    found = compare_orders([LayoutSeconds(*one) for one in zip("abc", expected, (0.5, 0.6, 0.7), strict=True)])
     assert found["tau"] == tau
     pairs = found["swapped"]
     assert isinstance(pairs, list)
