@@ -145,7 +145,7 @@ def parse_lines(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def read_stored_columns(path: Path, steps: Path) -> StoredColumns | None:
-    """Return the columns of a file; None unless they are those of the lines that are there."""
+    """Return the columns of a file; None where they belong to other lines than steps.jsonl has now."""
     try:
         with path.open("rb") as file:
             header = from_json(line := file.readline())

@@ -18,7 +18,7 @@ RESTARTS_IN_PLACE = 2
 # One pod that is replaced again and again without a new checkpoint in between drags the others through a rendezvous
 # each time; a whole new gang is tried after this many.
 PODS_BEFORE_GANG = 2
-# The launcher restarts silent ranks itself; this much later it has not, and its pod is replaced.
+# A launcher restarts silent ranks itself. Where it has not after these further seconds, its pod is replaced.
 LAUNCHER_FIRST_SECONDS = 30.0
 
 
@@ -28,7 +28,7 @@ class FailureCause(StrEnum):
     RANK_FAILED = "RankFailed"
     POD_FAILED = "PodFailed"
     HUNG = "Hung"
-    # The launcher gave up on another pod: a consequence of what that one suffers, to blame where nothing else is known.
+    # The launcher gave up on another pod: a consequence of that pod's failure, blamed only where no other is known.
     LOST_PEERS = "LostPeers"
     # Said by the container's status, never by an exit code alone: 137 is any SIGKILL.
     OUT_OF_MEMORY = "OutOfMemory"
@@ -77,7 +77,7 @@ class RestartBudget:
         return RestartBudget(self.limit)
 
     def with_new_pods(self) -> RestartBudget:
-        """The budget of a new gang: what its ranks did to the pods before says nothing of these."""
+        """The budget of a new gang: restarts in the old pods say nothing about the new ones."""
         return replace(self, in_place=0)
 
 

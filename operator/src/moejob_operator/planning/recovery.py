@@ -1,9 +1,8 @@
 """Restarts: from failures to new ranks, pods or a new gang, or to the end of the job.
 
-moejob_api.recovery chooses the action, and charges it to backoffLimit; here it is written as a decision.
-
-This module adds reasons, names and times, and acts on nothing: a later reconcile reads the written status. Launchers
-restart ranks in place by themselves (moejob_trainer.launcher.ending); here such a restart is only charged.
+moejob_api.recovery chooses the action and charges it to backoffLimit. This module writes it as a decision, with
+reasons, names and times, and acts on nothing: a later reconcile reads the written status. Launchers restart ranks in
+place by themselves (moejob_trainer.launcher.ending); here such a restart is only charged.
 """
 
 from __future__ import annotations
@@ -155,13 +154,13 @@ def _final_reason(failed_pods: tuple[FailedPod, ...]) -> Reason:
 
 def _last_failure(s: ObservedState, failed_pods: tuple[FailedPod, ...]) -> LastFailure:
     blamed = find_culprit(tuple(failed_pod.failure for failed_pod in failed_pods))
-    loss = next(loss for loss in failed_pods if loss.failure is blamed)
+    blamed_pod = next(failed_pod for failed_pod in failed_pods if failed_pod.failure is blamed)
     return LastFailure(
         time=format_time(s.now),
-        pod=loss.name,
-        node=None if loss.pod is None else loss.pod.node,
-        rank=loss.rank,
-        exit_code=loss.exit_code,
+        pod=blamed_pod.name,
+        node=None if blamed_pod.pod is None else blamed_pod.pod.node,
+        rank=blamed_pod.rank,
+        exit_code=blamed_pod.exit_code,
         reason=blamed.cause.value,
         message=blamed.message[:4096],
     )

@@ -29,16 +29,16 @@ class StopRequest:
             signal.signal(number, lambda *_: self.request_stop())
 
     def request_stop(self) -> None:
-        """Ask once more."""
+        """Count a request to stop."""
         self.times += 1
 
     def wait(self, seconds: float, descriptors: Iterable[int] = ()) -> None:
-        """Wait until asked to stop, until one of the others can be read, or that long."""
+        """Wait for a request to stop, for a descriptor that can be read, or for some seconds."""
         ready = wait([self._reader, *descriptors], seconds)
         if self._reader in ready:
             os.read(self._reader, 4096)
 
     def raise_if_requested(self) -> None:
-        """Raise Stopped when asked to."""
+        """Raise StopRequested after a request to stop."""
         if self.times:
             raise StopRequested

@@ -17,12 +17,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def needs_widening(device_type: str, dtype: torch.dtype, *, has_bfloat16_products: bool) -> bool:
-    """Return whether products of these numbers are made of widened ones."""
+    """Return whether such numbers are widened to float32 before they are multiplied."""
     return device_type == "cpu" and dtype is torch.bfloat16 and not has_bfloat16_products
 
 
 def needs_float32_products(x: Tensor) -> bool:
-    """Return whether products of `x` are made of widened numbers on this machine."""
+    """Return whether this machine widens `x` to float32 before it is multiplied."""
     return needs_widening(x.device.type, x.dtype, has_bfloat16_products=_HAS_BFLOAT16_PRODUCTS)
 
 

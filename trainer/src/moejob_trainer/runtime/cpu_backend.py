@@ -19,14 +19,14 @@ _NAME = "moejob_gloo"
 
 @cache
 def cpu_backend() -> str:
-    """Return the name by which torch knows it from now on."""
-    # As those of gloo: a barrier names the GPU of its rank.
+    """Register the backend with torch, and return its name."""
+    # The devices of gloo: a barrier names the GPU of its rank.
     dist.Backend.register_backend(_NAME, _new_gloo_group, devices=["cpu", "cuda"])
     return _NAME
 
 
 def _new_gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    # Neither they nor what is set have public names, or types.
+    # The options have no public names and no types.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices, options._threads, options._timeout = [*_gloo_devices()], 1, timeout  # noqa: SLF001
     group = dist.ProcessGroupGloo(store, rank, size, options)
