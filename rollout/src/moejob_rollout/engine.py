@@ -21,7 +21,7 @@ class EngineEnvironment(BaseModel):
 
     spec: WrittenSpec
     role: Literal[PodRole.ROLLOUT]
-    # Which of `rollout_urls` is its own.
+    # The place of its own address in `rollout_urls`.
     index: Annotated[int, Field(ge=0)]
     host: Annotated[str, Field(min_length=1)]
     run_folder: Path
@@ -34,7 +34,7 @@ class EngineEnvironment(BaseModel):
         return tuple(text.split(",")) if isinstance(text, str) else text
 
     @model_validator(mode="after")
-    def _is_one_of_a_job_with_engines(self) -> Self:
+    def _require_engine_of_job(self) -> Self:
         if self.spec.grpo is None:
             raise ValueError(f"{Environment.SPEC}: method {self.spec.method} has no engines; GRPO has")
         if self.index >= len(self.rollout_urls):
@@ -46,7 +46,7 @@ class EngineEnvironment(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _has_a_secret_where_others_reach_it(self) -> Self:
+    def _require_secret_if_reachable(self) -> Self:
         require_secret(self.secret, self.host)
         return self
 

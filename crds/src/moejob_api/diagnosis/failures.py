@@ -35,7 +35,7 @@ def _cause_rule(pattern: str, blocker: Blocker) -> tuple[re.Pattern[str], Blocke
     return re.compile(pattern, re.IGNORECASE), blocker
 
 
-# The first that a message holds decides: a full /dev/shm also says that there is no space left.
+# The first pattern in a message decides: that of a full /dev/shm also says that no space is left.
 _MESSAGE_RULES = (
     _cause_rule(r"CUDA out of memory|torch\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", Blocker.GPU_OUT_OF_MEMORY),
     _cause_rule(r"/dev/shm|shared memory|bus error|killed by signal 7\b", Blocker.SHARED_MEMORY_FULL),

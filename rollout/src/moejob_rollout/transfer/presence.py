@@ -1,7 +1,7 @@
 """The presence of the trainer while its messages are awaited.
 
-A receiver whose sender dies in the middle of a message waits on: one of Gloo for its whole timeout, one of NCCL until
-its group is aborted. So its caller stops waiting as soon as the connection ends by which it found the sender.
+A receiver whose sender dies in the middle of a message keeps waiting: under Gloo for the whole timeout, under NCCL
+until the group is aborted. So its caller stops waiting as soon as its connection to the sender ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from threading import Thread
 
 
 class TrainerGoneError(RuntimeError):
-    """The trainer has left while a message of it was awaited."""
+    """The trainer has left in the middle of a message."""
 
 
 class TrainerPresence:
@@ -23,7 +23,7 @@ class TrainerPresence:
         self._departure: Future[None] = Future()
 
     def mark_gone(self) -> None:
-        """Say that it has left. May be called from any thread, and more than once."""
+        """Note that the trainer has left. May be called from any thread, and more than once."""
         with suppress(InvalidStateError):
             self._departure.set_result(None)
 

@@ -53,7 +53,7 @@ class TrainerPod(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _has_a_secret_where_others_reach_it(self) -> Self:
+    def _require_secret_if_reachable(self) -> Self:
         require_secret(self.secret.get_secret_value(), self.host)
         return self
 

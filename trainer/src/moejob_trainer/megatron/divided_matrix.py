@@ -1,4 +1,4 @@
-"""A matrix divided over replicas: gathered into the memory that products read, and its gradients summed over replicas
+"""A matrix divided over replicas: gathered into the memory that products read, and its gradients summed over replicas.
 from the memory that products wrote.
 
 Each of r replicas keeps about e n k / r elements of a matrix [e, n, k], whole rows of k. torch's fully_shard would copy
@@ -24,7 +24,7 @@ class DividedMatrix:
     def __init__(
         self, padded: Tensor, sharded: ReplicaSharding, *, is_trained: bool, peers: Sequence[Tensor] = ()
     ) -> None:
-        """padded: memory of this rank's share, as long on every rank. peers: the shares of all ranks, if in reach."""
+        """padded: memory of this rank's share, as long on every rank. peers: the shares of all ranks, if readable."""
         self.sharded, self._padded, self._peers = sharded, padded, peers
         local_part = padded[: sharded.stop - sharded.start]
         width = sharded.shape[-1]
