@@ -53,7 +53,7 @@ def processes_killed(_: FaultHarness, __: TargetJob, pods: Mapping[int, GangPod]
 
 
 def first_pod_killed(harness: FaultHarness, _: TargetJob, pods: Mapping[int, GangPod]) -> None:
-    """The one that the others meet at: the whole gang is created again."""
+    """The one that the others meet at."""
     kill_pod(harness.nodes, harness.home.namespace, pods[0].name)
 
 
@@ -97,12 +97,12 @@ ROWS = (
     Row("pod killed", pod_killed, 20.0),
     Row("pod killed, no warm start", pod_killed, is_cold=True),
     Row("all processes of a pod killed", processes_killed, 20.0),
-    Row("first pod killed: the whole gang anew", first_pod_killed),
-    Row("first pod killed: the whole gang anew, no warm start", first_pod_killed, is_cold=True),
+    Row("first pod killed", first_pod_killed),
+    Row("first pod killed, no warm start", first_pod_killed, is_cold=True),
     Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged, checkpoints=2),
     Row("operator killed, and a pod", operator_killed),
     Row("node cut off", second_node_cut_off, 60.0, cuts=1),
-    Row("node of the first pod cut off: the whole gang anew", first_node_cut_off, 60.0, cuts=0),
+    Row("node of the first pod cut off", first_node_cut_off, 60.0, cuts=0),
 )
 
 

@@ -287,11 +287,12 @@ class World:
         *,
         saved: int | None = None,
         age: float = 1.0,
+        hung_pod: int | None = None,
         restarts: int = 0,
         fault: RankFault | None = None,
         **run: Any,
     ) -> None:
-        """Every running trainer pod answers: the run is at `step`, ranks were heard `age` seconds ago."""
+        """Every running trainer pod answers: the run is at `step`, ranks (of `hung_pod`) were heard `age` s ago."""
         for pod in self.cluster.pods(PodRole.TRAINER):
             labels = pod["metadata"]["labels"]
             index = int(labels[Label.INDEX])
@@ -302,7 +303,11 @@ class World:
                 ready=True,
                 restarts=restarts,
                 fault=fault,
-                ranks=(ReportedHeartbeat(rank=index, pid=7, step=step, age_seconds=age),),
+                ranks=(
+                    ReportedHeartbeat(
+                        rank=index, pid=7, step=step, age_seconds=1.0 if hung_pod not in (None, index) else age
+                    ),
+                ),
                 run=metadata if index == 0 else None,
             )
 

@@ -41,11 +41,13 @@ def pod_died(pod: int = 1, cause: FailureCause = FailureCause.POD_FAILED) -> Fai
         pytest.param(
             (pod_died(1), rank_died(0)), FRESH, ReplacePods, 1, id="its peers' ranks are not a second failure"
         ),
-        pytest.param((pod_died(0),), FRESH, ReplaceGang, 1, id="pod 0 takes the gang with it"),
+        pytest.param((pod_died(0),), FRESH, ReplacePods, 1, id="pod 0 is a pod as any"),
+        pytest.param((pod_died(0), rank_died(1)), FRESH, ReplacePods, 1, id="ranks beside pod 0 are no second failure"),
+        pytest.param((pod_died(0), pod_died(1)), FRESH, ReplacePods, 1, id="pod 0 and another"),
         pytest.param(
             (rank_died(),), RestartBudget(3, in_place=2), ReplacePods, 1, id="a pod whose ranks keep dying is replaced"
         ),
-        pytest.param((rank_died(0),), RestartBudget(3, in_place=2), ReplaceGang, 1, id="pod 0 whose ranks keep dying"),
+        pytest.param((rank_died(0),), RestartBudget(3, in_place=2), ReplacePods, 1, id="pod 0 whose ranks keep dying"),
         pytest.param(
             (pod_died(1),), RestartBudget(3, pods=2), ReplaceGang, 1, id="pods that keep dying take the gang with them"
         ),
@@ -84,15 +86,16 @@ def test_the_smallest_action_that_helps_is_chosen(
     assert decision.budget.spent == spent
 
 
-def test_ranks_of_a_new_gang_are_restarted_in_place_again() -> None:
+def test_ranks_beside_a_new_pod_0_and_of_a_new_gang_are_restarted_in_place_again() -> None:
     budget = RestartBudget(9)
     history = []
-    for _ in range(6):
+    for _ in range(9):
         decision = recovery_action((rank_died(0),), budget)
         assert decision is not None
         budget = decision.budget
         history.append(type(decision))
-    assert history == [RestartRanks, RestartRanks, ReplaceGang] * 2
+    in_place = [RestartRanks, RestartRanks]
+    assert history == [*in_place, ReplacePods, *in_place, ReplacePods, *in_place, ReplaceGang]
 
 
 def test_nothing_failed_means_nothing_to_decide() -> None:

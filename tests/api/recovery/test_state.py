@@ -28,7 +28,7 @@ from moejob_api.recovery.state import (
 )
 
 FRESH = RecoveryState(RestartBudget(limit=6))
-RUNNING = GangReport(rank_restarts=0)
+RUNNING = GangReport(nodes=100, rank_restarts=0)
 
 
 def lost(*pods: int) -> list[Failure]:
@@ -63,21 +63,31 @@ def test_a_replaced_pod_is_charged_once_until_its_gang_is_ready_and_forgiven_by_
     ("failures", "gang", "state", "action", "spent"),
     [
         pytest.param(lost(1), RUNNING, FRESH, ReplacePods, 1, id="one pod"),
-        pytest.param(lost(0), RUNNING, FRESH, ReplaceGang, 1, id="pod 0"),
+        pytest.param(lost(0), RUNNING, FRESH, ReplacePods, 1, id="pod 0"),
+        pytest.param(lost(0), replace(RUNNING, nodes=2), FRESH, ReplacePods, 1, id="pod 0 of two"),
+        pytest.param(lost(0), replace(RUNNING, nodes=1), FRESH, ReplaceGang, 1, id="the only pod"),
+        pytest.param(
+            lost(1),
+            replace(RUNNING, nodes=2),
+            replace(FRESH, replacing=frozenset({0})),
+            ReplaceGang,
+            0,
+            id="the last pod that was not lost",
+        ),
         pytest.param(lost(1), replace(RUNNING, can_replace_pods=False), FRESH, ReplaceGang, 1, id="names are kept"),
         pytest.param(lost(1), replace(RUNNING, succeeded=frozenset({2})), FRESH, ReplaceGang, 1, id="another is done"),
         pytest.param(lost(*range(1, MAX_REPLACED + 1)), RUNNING, FRESH, ReplacePods, 1, id="as many as are kept"),
         pytest.param(lost(*range(1, MAX_REPLACED + 2)), RUNNING, FRESH, ReplaceGang, 1, id="more than are kept"),
         pytest.param(
             [Failure(1, FailureCause.RANK_FAILED, pod_alive=True)],
-            GangReport(rank_restarts=1),
+            GangReport(nodes=3, rank_restarts=1),
             FRESH,
             RestartRanks,
             1,
             id="ranks restarted in place",
         ),
         pytest.param(
-            lost(0), RUNNING, replace(FRESH, replacing=frozenset({1})), ReplaceGang, 0, id="pod 0 beside another"
+            lost(0), RUNNING, replace(FRESH, replacing=frozenset({1})), ReplacePods, 0, id="pod 0 beside another"
         ),
         pytest.param(
             [Failure(2, FailureCause.BAD_CONFIGURATION)],
@@ -110,19 +120,24 @@ def test_the_action_and_its_price(
     ],
 )
 def test_the_count_of_restarts_in_place(known: int | None, reported: int | None, ready: bool, kept: int) -> None:
-    state = state_after_report(GangReport(rank_restarts=reported, is_ready=ready), replace(FRESH, rank_restarts=known))
+    state = state_after_report(
+        GangReport(nodes=3, rank_restarts=reported, is_ready=ready), replace(FRESH, rank_restarts=known)
+    )
     assert state.rank_restarts == kept
 
 
 def test_a_gang_begins_without_restarts() -> None:
     assert FRESH.rank_restarts == 0
-    assert recovered(lost(0), GangReport(rank_restarts=2), replace(FRESH, rank_restarts=2)).state.rank_restarts == 0
+    assert (
+        recovered(lost(0), GangReport(nodes=1, rank_restarts=2), replace(FRESH, rank_restarts=2)).state.rank_restarts
+        == 0
+    )
 
 
 def test_restarts_beside_a_replaced_pod_are_no_failures() -> None:
     state = recovered(lost(1)).state
-    assert state_after_report(GangReport(rank_restarts=0), state).rank_restarts is None
-    assert state_after_report(GangReport(rank_restarts=2, is_ready=True), state).rank_restarts == 2
+    assert state_after_report(GangReport(nodes=3, rank_restarts=0), state).rank_restarts is None
+    assert state_after_report(GangReport(nodes=3, rank_restarts=2, is_ready=True), state).rank_restarts == 2
 
 
 @given(

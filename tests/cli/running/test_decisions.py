@@ -65,15 +65,16 @@ def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
     [
         pytest.param((pod(0), pod(1), pod(2)), state(), None, id="all well"),
         pytest.param((pod(0), ended(1), pod(2)), state(), ReplacePods, id="a launcher ended"),
-        pytest.param((ended(0), pod(1), pod(2)), state(), ReplaceGang, id="pod 0 ended"),
+        pytest.param((ended(0), pod(1), pod(2)), state(), ReplacePods, id="pod 0 ended"),
         pytest.param((pod(0), ended(1, 0), ended(2)), state(), ReplaceGang, id="another is done already"),
         pytest.param((pod(0), ended(1, 78), pod(2)), state(), GiveUp, id="bad configuration"),
         pytest.param((pod(0), ended(1), pod(2)), state(budget=RestartBudget(2, spent=2)), GiveUp, id="budget spent"),
         pytest.param((pod(0), stopped(1), stopped(2)), state(), None, id="taken away, and the others still save"),
+        pytest.param((stopped(0), pod(1, ready=False), pod(2, ready=False)), state(), ReplacePods, id="one taken away"),
         pytest.param((stopped(0), stopped(1), stopped(2)), state(), ReplaceGang, id="taken away, and all have saved"),
         pytest.param((pod(0), stopped(1), ended(2)), state(), ReplacePods, id="taken away, and another failed"),
         pytest.param(
-            (stopped(0), stopped(1)), state(budget=RestartBudget(0)), ReplaceGang, id="being taken away costs nothing"
+            (stopped(0), stopped(1)), state(budget=RestartBudget(0)), ReplacePods, id="being taken away costs nothing"
         ),
         pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(), RestartRanks, id="ranks restarted"),
         pytest.param(

@@ -161,12 +161,22 @@ def test_decisions_of_the_run_are_recorded_by_attempt(run: MakeRun) -> None:
     assert decisions[-1] == "the run ends: done"
 
 
-def test_without_pod_0_all_start_again_under_the_next_attempt(run: MakeRun) -> None:
+def test_pod_0_that_ends_is_replaced_while_the_others_stay(run: MakeRun) -> None:
     one = run(**TWO_NODES)
-    ended = one.run([[["was_heard"], ["ends", 1, "boom"]], [STEPS, DONE]], [[SAVES], [DONE]])
+    ended = one.run([[["was_heard"], ["ends", 1, "boom"]], [STEPS, DONE]], [[["waits_for", "lives/0-1.json"], DONE]])
+    assert ended.code == 0, ended
+    assert "boom; launcher 0 is replaced" in ended.stdout
+    assert (one.lives(0), one.lives(1)) == (2, 1)
+    assert one.life(0, 1)["MOEJOB_ATTEMPT"] == one.life(0, 0)["MOEJOB_ATTEMPT"]
+
+
+def test_a_launcher_that_keeps_ending_takes_all_to_the_next_attempt(run: MakeRun) -> None:
+    one = run(**TWO_NODES)
+    ends: list[Act] = [["was_heard"], ["ends", 1, "boom"]]
+    ended = one.run([ends, ends, ends, [STEPS, DONE]], [[SAVES], [DONE]])
     assert ended.code == 0, ended
     assert "boom; all ranks start again" in ended.stdout
-    assert [one.life(index, 1)["MOEJOB_ATTEMPT"] for index in (0, 1)] == ["2", "2"]
+    assert [one.life(index, life)["MOEJOB_ATTEMPT"] for index, life in ((0, 3), (1, 1))] == ["2", "2"]
 
 
 def test_ranks_that_were_restarted_in_place_are_told_of(run: MakeRun) -> None:

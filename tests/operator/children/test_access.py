@@ -126,7 +126,7 @@ def test_a_quota_that_denies_pods_for_long_does_not_repeat_them() -> None:
 @pytest.mark.parametrize(
     "happens",
     [
-        pytest.param(lambda world: world.end_pod(0, 137), id="a new gang"),
+        pytest.param(lambda world: world.end_all_pods(137), id="a new gang"),
         pytest.param(
             lambda world: (world.restart_operator(), world.end_pod(1, 137)), id="another process of the operator"
         ),
@@ -197,7 +197,7 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
     world = running_with_engines()
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
-    world.end_pod(0, 137)
+    world.end_all_pods(137)
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert created_since_secret(world) == 4 * ["create Pod"]
@@ -206,7 +206,7 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
 def test_engines_outlive_a_gang_whose_secret_is_there() -> None:
     world = running_with_engines()
     engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)}
-    world.end_pod(0, 137)
+    world.end_all_pods(137)
     world.settle()
     assert {pod["metadata"]["uid"] for pod in world.cluster.pods(PodRole.ROLLOUT)} == engines
 

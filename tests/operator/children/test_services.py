@@ -159,7 +159,7 @@ def test_a_service_of_the_former_version_that_was_deleted_is_there_again_while_i
 @pytest.mark.parametrize(
     "happens",
     [
-        pytest.param(lambda world: world.end_pod(0, 137), id="the gang is replaced"),
+        pytest.param(lambda world: world.end_all_pods(137), id="the gang is replaced"),
         pytest.param(
             lambda world: (world.set_lifecycle(suspend=True), world.settle(), world.set_lifecycle(suspend=False)),
             id="the job is suspended and resumed",
@@ -176,7 +176,7 @@ def test_the_next_gang_has_the_service_of_this_version(happens: Callable[[World]
 
 def test_a_new_gang_stays_with_the_service_of_engines_that_outlive_the_old_one() -> None:
     world = as_left_by_the_former_version(running(**ENGINES))
-    world.end_pod(0, 137)
+    world.end_all_pods(137)
     world.settle()
     assert (world.pod_names(), subdomains(world)) == (["1-0", "1-1"], [FORMER])
     [urls] = {_urls(pod) for pod in world.cluster.pods(PodRole.TRAINER)}

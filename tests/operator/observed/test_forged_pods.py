@@ -158,7 +158,7 @@ def test_pods_of_an_earlier_job_of_the_name_are_waited_for() -> None:
 
 
 def test_a_gang_whose_job_has_lost_its_status_is_not_replaced() -> None:
-    world = world_of(World.run, lambda world: world.end_pod(0, 1), World.run)
+    world = world_of(World.run, lambda world: world.end_all_pods(1), World.run)
     assert world.status.attempt == 1
     world.cluster.store_changed({**world.job, "status": {}})
     world.settle()

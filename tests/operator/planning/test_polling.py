@@ -48,7 +48,7 @@ def test_young_pods_are_asked_each_time_they_are_twice_as_old_and_others_every_h
 
 def test_pods_of_a_new_gang_are_asked_at_once() -> None:
     world = running()
-    world.end_pod(0, 1, None)
+    world.end_all_pods(1)
     world.settle()
     world.wait(POLL_SECONDS)
     world.settle()

@@ -100,7 +100,7 @@ def test_from_then_on_all_time_is_productive_to_the_end() -> None:
 def test_what_a_failure_costs_is_lost_until_the_next_step_with_the_steps_that_are_done_again() -> None:
     world = stepping()
     world.wait(10)
-    world.end_pod(0, 1)
+    world.end_all_pods(1)
     reconcile_often(world)
     assert read_goodput(world).lost_seconds == 10
     started_again(world, after=60)

@@ -37,8 +37,8 @@ def pod_environment(gang: Gang, index: int) -> dict[str, str]:
 def pair() -> Pair:
     gang = Gang(Path("/nowhere"), nodes=2)
     first, second = rendezvous(gang, 0), rendezvous(gang, 1)
-    first.open_store()
-    second.open_store()
+    first.host_store(0)
+    second.join_store(20.0)
     return first, second
 
 
@@ -66,6 +66,14 @@ def test_all_meet_in_the_next_round_once_one_has_ended(pair: Pair, stores: list[
     assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [0, 0]
     pair[1].end_round(0, ending(1))
     assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [1, 1]
+
+
+def test_a_pod_whose_connection_alone_was_lost_gives_its_place_up(pair: Pair, stores: list[TCPStore]) -> None:
+    gathered(pair, stores)
+    pair[1].leave_store()
+    # Its peers still run the round: it can neither join nor end that, and the next pod of its index does.
+    with pytest.raises(LostPeers, match="still has this pod's place"):
+        pair[1].join_store(300.0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker(
         "127.0.0.1", job.rendezvous, read_environment(TrainerPod, pod_environment(job, 0)).launcher_key
     )
     with ThreadPoolExecutor() as threads:
-        late = threads.submit(rendezvous(job, 1).open_store)
+        late = threads.submit(rendezvous(job, 1).join_store, 20.0)
         with pytest.raises(FutureTimeout):
             late.result(timeout=0.5)
         store.put_first("gang", '{"uid": "1234", "attempt": 2}')
@@ -131,6 +139,6 @@ def test_a_checkpoint_that_pod_0_tells_is_known_to_all(pair: Pair) -> None:
 def test_a_gang_of_another_size_is_turned_away() -> None:
     port = free_port()
     first = rendezvous(Gang(Path("/nowhere"), nodes=2, rendezvous=port), 0)
-    first.open_store()
+    first.host_store(0)
     with pytest.raises(LostPeers, match="'nodes': 3"):
-        rendezvous(Gang(Path("/nowhere"), nodes=3, rendezvous=port), 1).open_store()
+        rendezvous(Gang(Path("/nowhere"), nodes=3, rendezvous=port), 1).join_store(20.0)

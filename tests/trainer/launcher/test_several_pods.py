@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from moejob_api.contract.pods import PodOutcome, PodProgress
+from moejob_trainer.runtime.fencing import Fence, FenceToken, claim_key
 from ports import free_port
 from trainer.launcher.launchers import Gang, Launcher, await_ends, await_result
 
@@ -94,14 +95,17 @@ def test_bad_configuration_on_one_pod_ends_all_with_the_same_word(gang: Make) ->
     assert launchers[0].read_last_word().rank == 3
 
 
-def test_a_stop_of_pod_0_stops_all_after_saving(gang: Make) -> None:
+def test_a_stop_of_pod_0_stops_all_after_saving_and_the_others_wait_for_its_replacement(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
-    first, second = job.start_all("save_slowly")
+    first, second = job.start_all("save_slowly_once")
     await_result(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
     first.signal(signal.SIGTERM)
     await_result((job.run_folder / "stop-all").exists, "the stop")
     job.allow("saved")
-    assert [launcher.exit_code() for launcher in (first, second)] == [143, 143]
+    assert first.exit_code() == 143
+    job.start("save_slowly_once")
+    assert len(job.await_start_notes(restart=2)) == 2
+    assert ready(second).restarts == 0
 
 
 def test_a_stop_of_another_pod_stops_the_ranks_of_all_after_saving_and_the_others_wait_for_its_replacement(
@@ -173,14 +177,100 @@ def test_a_process_whose_pod_has_been_replaced_goes_away_when_it_wakes_up(gang: 
     assert ready(first).ranks[0].pid == job.rank_pids(restart=1)[0]
 
 
-def test_without_pod_0_the_others_end(gang: Make) -> None:
-    job = gang(nodes=2)
+def test_a_killed_launcher_of_pod_0_is_replaced_and_the_others_start_again_with_the_new_one(gang: Make) -> None:
+    job = gang(nodes=3, ranks=1)
+    first, second, third = job.start_all("work")
+    pids = job.rank_pids()
+    first.kill()
+    await_ends(pids)
+    replacement = job.start("work")
+    # The replacement takes the folder with 1, and its first round with 2.
+    assert [int(note["GROUP_RANK"]) for note in job.await_start_notes(restart=2).values()] == [0, 1, 2]
+    assert [ready(launcher).restarts for launcher in (replacement, second, third)] == [0, 0, 0]
+    os.kill(ready(third).ranks[0].pid, signal.SIGKILL)
+    assert len(job.await_start_notes(restart=3)) == 3
+
+
+def test_pod_0_and_another_that_are_killed_at_once_are_replaced_and_the_third_starts_again(gang: Make) -> None:
+    job = gang(nodes=3, ranks=1)
+    first, second, third = job.start_all("work")
+    pids = job.rank_pids()
+    first.kill()
+    second.kill()
+    # In the order in which the last one has to wait for the other.
+    job.start("work", 1)
+    job.start("work", 0)
+    assert len(job.await_start_notes(restart=2)) == 3
+    await_ends(pids)
+    assert third.process.is_alive()
+
+
+def test_a_pod_0_that_is_killed_again_before_and_after_it_has_met_the_others_is_replaced_again(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
     first, second = job.start_all("work")
+    job.await_start_notes()
+    second.signal(signal.SIGSTOP)
+    first.kill()
+    early = job.start("work")
+    await_result(lambda: "arrived" in early.log.read_text(), "the store of the second pod 0")
+    early.kill()
+    third = job.start("work")
+    second.signal(signal.SIGCONT)
+    # The second took the folder with 1 and the third with 2.
+    job.await_start_notes(restart=3)
+    third.kill()
+    job.start("work")
+    job.await_start_notes(restart=5)
+    assert ready(second).restarts == 0
+
+
+def test_a_hung_launcher_of_pod_0_is_replaced_once_it_is_killed(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, second = job.start_all("work")
+    pids = job.rank_pids()
+    first.signal(signal.SIGSTOP)
+    # Its ranks live and its store takes connections, but does not answer.
+    await_result(lambda: "its replacement is waited for" in second.log.read_text(), "the wait")
+    await_ends(pids[1:])
+    first.kill()
+    job.start("work")
+    assert len(job.await_start_notes(restart=2)) == 2
+    await_ends(pids)
+
+
+def test_a_pod_0_that_was_replaced_starts_no_ranks_when_it_wakes_up(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, _ = job.start_all("hold_the_folder")
+    job.await_start_notes()
+    fence, old = Fence(job.run_folder, claim_key(job.secret, "1234")), FenceToken(job.attempt, 0)
+    assert fence.is_ours(old)
+    # Another machine's pod 0, which no pod has met yet: the old one is reached by all.
+    fence.acquire(job.attempt, 1)
+    assert not fence.is_ours(old)
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    assert first.exit_code() == 1
+    assert "restart 0 any more" in first.read_last_word().message
+
+
+def test_without_another_pod_0_the_others_end(gang: Make) -> None:
+    job = gang(nodes=2, progress_deadline=10)
+    first, second = job.start_all("beat_for_ever")
     pids = job.rank_pids()
     first.kill()
     assert second.exit_code() == 1
     assert second.read_last_word().outcome is PodOutcome.LOST_PEERS
+    assert second.read_last_word().message == "pod 0 did not come back within 10 s"
     await_ends(pids)
+
+
+def test_pods_that_wait_for_another_pod_0_go_when_they_are_asked_to(gang: Make) -> None:
+    job = gang(nodes=2)
+    first, second = job.start_all("work")
+    job.await_start_notes()
+    first.kill()
+    await_result(lambda: "its replacement is waited for" in second.log.read_text(), "the wait")
+    second.signal(signal.SIGTERM)
+    assert second.exit_code() == 143
 
 
 def test_a_pod_of_another_attempt_is_turned_away(gang: Make) -> None:

@@ -78,8 +78,9 @@ def _failures(
     pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int
 ) -> tuple[Failure, ...]:
     ended = tuple(_exit_failures(pods))
-    # A preempted launcher saves first, and all ranks save together: wait for the other launchers to end, too.
-    if all(failure.cause is FailureCause.PREEMPTED for failure in ended) and any(pod.is_running for pod in pods):
+    # All ranks save together. Where only one launcher was asked to stop, the others wait for its replacement then.
+    is_saving = any(pod.is_running and pod.is_ready for pod in pods)
+    if is_saving and all(failure.cause is FailureCause.PREEMPTED for failure in ended):
         ended = ()
     if ended or state.replacing or len(pods) < nodes:
         return ended
@@ -130,6 +131,7 @@ def _restart_failures(pods: Sequence[PodReport], nodes: int, state: RecoveryStat
 def _gang_report(pods: Sequence[PodReport], nodes: int) -> GangReport:
     counts = [pod.progress.restarts for pod in pods if pod.progress is not None]
     return GangReport(
+        nodes=nodes,
         succeeded=frozenset(pod.index for pod in pods if pod.exit_code == ExitCode.DONE),
         rank_restarts=sum(counts) if len(counts) == len(pods) == nodes else None,
         is_ready=len(pods) == nodes and all(pod.is_ready for pod in pods),

@@ -6,6 +6,7 @@ place are the launcher's rung, pods and gangs are the caller's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -79,6 +80,10 @@ class RestartBudget:
     def with_new_pods(self) -> RestartBudget:
         """The budget of a new gang: restarts in the old pods say nothing about the new ones."""
         return replace(self, in_place=0)
+
+    def without_pods(self, pods: Sequence[int]) -> RestartBudget:
+        """The budget once these pods are replaced. The launchers' own count of restarts in place goes with pod 0."""
+        return self.with_new_pods() if 0 in pods else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +205,10 @@ def _smallest_action(failures: tuple[Failure, ...], charged: RestartBudget, reas
     lost_pods = tuple(sorted({failure.pod for failure in failures if not failure.pod_alive}))
     if not lost_pods and charged.in_place < RESTARTS_IN_PLACE:
         return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
-    # Pod 0 hosts the rendezvous: without it no other pod learns of anything.
-    if 0 in lost_pods or charged.pods >= PODS_BEFORE_GANG or any(failure.cause.needs_new_gang for failure in failures):
+    if charged.pods >= PODS_BEFORE_GANG or any(failure.cause.needs_new_gang for failure in failures):
         return ReplaceGang(delay, charged.with_new_pods(), reason)
     suspects = lost_pods or tuple(sorted({failure.pod for failure in failures}))
-    if 0 in suspects:
-        return ReplaceGang(delay, charged.with_new_pods(), reason)
-    return ReplacePods(suspects, delay, replace(charged, pods=charged.pods + 1), reason)
+    return ReplacePods(suspects, delay, replace(charged, pods=charged.pods + 1).without_pods(suspects), reason)
 
 
 def _failure_reason(failure: Failure) -> str:

@@ -48,6 +48,8 @@ class RecoveryState:
 class GangReport:
     """The facts about the present gang on which recovery depends."""
 
+    # Number of its pods. Where all are lost, no launcher waits for the new ones.
+    nodes: int
     # Pods that ended well: they cannot join the rendezvous with a new pod.
     succeeded: frozenset[int] = frozenset()
     # Restarts in place of all pods together; None unless each of them has reported.
@@ -116,19 +118,20 @@ def _is_continuation(failures: Sequence[Failure], state: RecoveryState) -> bool:
 def _continuing_action(failures: Sequence[Failure], state: RecoveryState) -> RecoveryAction:
     pods = tuple(failure.pod for failure in failures)
     reason = f"pod {pods[0]} failed with the one being replaced"
-    if 0 in pods:
-        return ReplaceGang(0.0, state.budget.with_new_pods(), reason)
-    return ReplacePods(pods, 0.0, state.budget, reason)
+    return ReplacePods(pods, 0.0, state.budget.without_pods(pods), reason)
 
 
 def _feasible_action(action: RecoveryAction, gang: GangReport, state: RecoveryState) -> RecoveryAction:
     """Return the action, or the whole gang's replacement where pods cannot be replaced alone."""
     if not isinstance(action, ReplacePods):
         return action
-    has_running_peers = not gang.succeeded - frozenset(action.pods)
-    if gang.can_replace_pods and has_running_peers and len(state.replacing | frozenset(action.pods)) <= MAX_REPLACED:
+    replaced_pods = state.replacing | frozenset(action.pods)
+    has_running_peers = len(replaced_pods) < gang.nodes and not gang.succeeded - frozenset(action.pods)
+    if gang.can_replace_pods and has_running_peers and len(replaced_pods) <= MAX_REPLACED:
         return action
-    return ReplaceGang(action.after_seconds, action.budget.with_new_pods(), action.reason)
+    # No pod is replaced alone, and none is counted so.
+    budget = replace(action.budget.with_new_pods(), pods=state.budget.pods)
+    return ReplaceGang(action.after_seconds, budget, action.reason)
 
 
 def _state_after_action(

@@ -20,8 +20,8 @@ from moejob_operator.planning.timestamps import seconds_since, time_after
 # A live kubelet deletes a pod within its grace period; this much later the kubelet counts as dead.
 KUBELET_SECONDS = 30.0
 
-# A launcher gives up on the store of pod 0 after 20 s, or at once where a connection breaks. The failure of pod 0
-# shows later: Kubernetes takes up to 55 s to call its node lost, then marks the pods there one by one.
+# A launcher whose ranks are done gives up on the store of pod 0 after 20 s, or at once where a connection breaks. The
+# failure of pod 0 shows later: Kubernetes takes up to 55 s to call its node lost, then marks the pods there one by one.
 VERDICT_SECONDS = 75.0
 
 # Reasons of pods that a kubelet refused, or gave up with its node: none is the job's fault.

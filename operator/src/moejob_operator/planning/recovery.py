@@ -46,7 +46,9 @@ def plan_recovery(s: ObservedState, failed_pods: tuple[FailedPod, ...]) -> Decis
 
 def gang_report(s: ObservedState) -> GangReport:
     """Return the facts about the present gang on which recovery depends."""
+    _, layout = spec_and_layout(s)
     return GangReport(
+        nodes=layout.nodes,
         succeeded=frozenset(index for index, pod in s.trainers.items() if pod.phase is PodPhase.SUCCEEDED),
         rank_restarts=count_rank_restarts(s),
         is_ready=s.is_gang_running

@@ -11,7 +11,6 @@ import errno
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from moejob_api.contract.pods import (
@@ -39,6 +38,7 @@ from moejob_trainer.launcher.ending import (
     build_termination,
     ending_by_fault,
     ending_by_stop,
+    ending_without_pod,
     is_failure,
     launcher_exit_code,
     rank_fault,
@@ -54,7 +54,7 @@ from moejob_trainer.launcher.record import LauncherRecord
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.round_record import RoundRecord, needs_stacks
 from moejob_trainer.launcher.stop import StopRequest, StopRequested
-from moejob_trainer.launcher.store import LostPeers
+from moejob_trainer.launcher.store import LostPeers, LostStore
 from moejob_trainer.runtime.environment import STORE_PORT
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard, RankHeartbeat
@@ -112,7 +112,7 @@ class Agent:
         self._fault: RankFault | None = None
         # Kills for memory in this container before the present round.
         self._kills_before = 0
-        self._is_gathering = True
+        self._is_gathering, self._is_done = True, False
         self._launcher_phase, self._launcher_phase_at = RunPhase.IMPORTING, options.began_at
         # When the way to the next round began: with this process, later with the end of a round.
         self._gap_began_at, self._is_new = options.began_at, True
@@ -130,7 +130,8 @@ class Agent:
 
     def _run_until_exit(self) -> ExitReport:
         try:
-            self._rendezvous.open_store()
+            if self._pod.is_first:
+                self._rendezvous.host_store(self._take_over())
             return self._run_rounds()
         except StopRequested:
             return ExitReport(
@@ -188,19 +189,45 @@ class Agent:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _run_rounds(self) -> ExitReport:
-        patience: float | None = None
         while True:
-            self._ranks.wait_for_imports(self._stop)
-            preloaded_at = time.monotonic()
-            self._enter_phase(RunPhase.AWAITING_PODS)
-            current = self._rendezvous.gather_pods(patience, self._prepare_round)
-            if isinstance(current, Ending):
-                return ExitReport(launcher_exit_code(current), build_termination(current))
-            patience = float(self._pod.spec.lifecycle.progress_deadline_seconds)
-            report = self._run_round(current, self._launcher_timing(preloaded_at))
+            try:
+                report = self._run_next_round()
+            except LostStore as loss:
+                self._leave_store(loss)
+                continue
             if report is not None:
                 return report
+
+    def _run_next_round(self) -> ExitReport | None:
+        self._ranks.wait_for_imports(self._stop)
+        preloaded_at = time.monotonic()
+        self._enter_phase(RunPhase.AWAITING_PODS)
+        # Before the first round pods come when the cluster has room for them.
+        patience = None if self._board is None else float(self._pod.spec.lifecycle.progress_deadline_seconds)
+        current = self._rendezvous.gather_pods(patience, self._prepare_round)
+        if isinstance(current, Ending):
+            return ExitReport(launcher_exit_code(current), build_termination(current))
+        report = self._run_round(current, self._launcher_timing(preloaded_at))
+        if report is None:
             self._back_off(self._rendezvous.ending_before(current.number + 1))
+        return report
+
+    def _leave_store(self, loss: LostStore) -> None:
+        """End the ranks of a round whose store is lost: the next pod 0 hosts another, which this pod then joins.
+
+        A pod whose ranks are all done does not wait: pod 0 may have ended well, and then none comes after it.
+        """
+        if self._pod.is_first or self._stop.times or self._is_done:
+            raise loss
+        log.warning("pod 0 is lost; its replacement is waited for", reason=str(loss))
+        self._ranks.kill()
+        if not self._is_gathering:
+            self._is_gathering, self._gap_began_at = True, time.monotonic()
+            origin = FailureOrigin(self._pod.index, self._rendezvous.token)
+            self._record.add_result(ending_without_pod(0, origin, str(loss), None))
+        self._ranks.reap()
+        self._record.add_last_lines()
+        self._rendezvous.leave_store()
 
     def _launcher_timing(self, preloaded_at: float) -> LauncherTiming:
         """Return this launcher's part of the start timing of the round that begins now."""
@@ -220,7 +247,7 @@ class Agent:
             result = peer_ending
         self._gap_began_at = time.monotonic()
         self._enter_phase(RunPhase.IMPORTING)
-        self._is_gathering = True
+        self._is_gathering, self._is_done = True, False
         if needs_stacks(result):
             self._ranks.dump_stacks()
         self._ranks.kill()
@@ -229,6 +256,22 @@ class Agent:
         self._ranks.reap()
         self._record.add_last_lines()
         return report
+
+    def _take_over(self) -> int:
+        """Take the run folder from an earlier pod 0 of this attempt; return the number of the first round.
+
+        Before any pod is met: ranks that others still run with the earlier pod 0 commit nothing from here on, and its
+        launcher starts none again.
+        """
+        try:
+            newest = self._pod.fence.newest_token()
+        except OSError:
+            # The first round takes the folder, and then says what is wrong with it.
+            return 0
+        if newest is None or newest.attempt != self._pod.attempt:
+            return 0
+        self._take_run_folder(newest.restart + 1)
+        return newest.restart + 2
 
     def _prepare_round(self, number: int) -> int:
         """Prepare a round before any rank of it can start; the port of its ranks' store."""
@@ -260,7 +303,7 @@ class Agent:
         self._save_until, self._kills_before = None, count_memory_kills()
         progress = None if self._board is None else self._board.read_run()
         self._board = HeartbeatBoard(self._ranks.folder / f"round-{current.number}", self._pod.ranks_per_node, progress)
-        self._is_gathering = False
+        self._is_gathering = self._is_done = False
         self._ranks.wait_for_imports(self._stop)
         self._ranks.start(
             [
@@ -449,10 +492,14 @@ class Agent:
     def _await_peers(self, current: Round, result: AllRanksEnded) -> Ending | None:
         """Stay until the ranks of all pods have ended: after a failure now, all of them have to start again."""
         if result.exit_code == ExitCode.SAVED_AND_STOPPED:
-            # Without pod 0 there is no rendezvous, and the state is saved.
-            with suppress(LostPeers):
+            try:
                 return self._end_stopped_round(current)
-            return None
+            except LostPeers:
+                # Without pod 0 there is no rendezvous until its replacement comes, and the state is saved.
+                if self._stop.times or self._pod.is_first:
+                    return None
+                raise
+        self._is_done = True
         self._rendezvous.mark_done(current.number)
         while not self._rendezvous.are_all_done(current.number):
             self._stop.wait(_POLL_SECONDS)
@@ -486,10 +533,9 @@ class Agent:
                 break
             self._stop.wait(_POLL_SECONDS)
             ending = self._rendezvous.find_ending(current.number)
-        if ending is not None and not ending.is_end_of_gang:
-            return ending
-        self._rendezvous.leave_round(current.number, _LAST_TO_LEAVE_SECONDS)
-        return None
+        if ending is None or ending.is_end_of_first_pod:
+            self._rendezvous.leave_round(current.number, _LAST_TO_LEAVE_SECONDS)
+        return None if self._stop.times else ending
 
     def _exit_report(self, result: AllRanksEnded) -> ExitReport:
         if result.exit_code == ExitCode.DONE:

@@ -63,7 +63,7 @@ class Ending(BaseModel):
         return self.cause is FailureCause.BAD_CONFIGURATION
 
     @property
-    def is_end_of_gang(self) -> bool:
+    def is_end_of_first_pod(self) -> bool:
         """True when pod 0, which hosts the rendezvous, has been asked to stop."""
         return self.cause is FailureCause.PREEMPTED and self.pod_leaves
 

@@ -19,7 +19,7 @@ from moejob_trainer.launcher.ending import Ending, FailureOrigin, ending_without
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.launcher.store import LauncherStore, LostPeers, is_listening
+from moejob_trainer.launcher.store import LauncherStore, LostPeers, LostStore, is_listening
 
 log = LauncherLog()
 
@@ -28,6 +28,8 @@ _HEARTBEAT_SECONDS = 1.0
 # Of pods that come back between two rounds, when no rank trains.
 _RETURN_POLL_SECONDS = 0.02
 _RETURN_SECONDS = 5.0
+# Pod 0 that leaves may take this long. A store that answers later has lost nothing but the connection to this pod.
+_LEFT_STORE_SECONDS = 10.0
 # The pause grows by this for each pod: pod 0 answers all pods, a few hundred times a second.
 _POLL_SECONDS_PER_POD = 0.002
 
@@ -58,20 +60,41 @@ class Rendezvous:
         self.token = f"{pod.host}/{os.getpid()}/{os.urandom(4).hex()}"
         self._heartbeats = _PodHeartbeats(pod, lost_seconds)
         self._launcher_store: LauncherStore | None = None
-        self._next = 0
+        # The process that hosts the store which this pod has entered, or had entered before it left.
+        self._entered_host: str | None = None
+        self._has_met_left_store = False
+        self._next = self._first = 0
         self._published_checkpoints = 0
 
-    def open_store(self) -> None:
-        """Host the store, or wait for the pod that does: it may be scheduled long after this one."""
+    def host_store(self, first_round: int) -> None:
+        """Host the store; its rounds count from `first_round`. Other pods join it where they gather."""
         pod = self._pod
-        if pod.is_first:
-            self._launcher_store = LauncherStore.host_store(pod.listens_on, pod.rendezvous_port, pod.launcher_key)
-        else:
-            while not is_listening(pod.rendezvous_host, pod.rendezvous_port):
-                self._stop.raise_if_requested()
-                self._stop.wait(_POLL_SECONDS)
-            self._launcher_store = LauncherStore.join_store(pod.rendezvous_host, pod.rendezvous_port, pod.launcher_key)
-        self._require_same_gang()
+        self._launcher_store = LauncherStore.host_store(pod.listens_on, pod.rendezvous_port, pod.launcher_key)
+        self._opened_store.put_first("first round", str(first_round))
+        self._opened_store.put_first("host", self.token)
+        # The last one: the others wait for it.
+        self._opened_store.put_first("gang", json.dumps(self._gang))
+        self._enter_store()
+
+    def join_store(self, wait_seconds: float | None) -> None:
+        """Join the store of pod 0 unless this pod has one. Pod 0 may be scheduled long after this one."""
+        pod, began = self._pod, time.monotonic()
+        while self._launcher_store is None:
+            self._stop.raise_if_requested()
+            waited = time.monotonic() - began
+            if wait_seconds is not None and waited >= wait_seconds:
+                raise LostPeers(f"pod 0 did not come back within {wait_seconds:.0f} s")
+            if is_listening(pod.rendezvous_host, pod.rendezvous_port) and self._has_joined_new_store():
+                return
+            if self._has_met_left_store and waited >= _LEFT_STORE_SECONDS:
+                raise LostPeers(
+                    "the connection to pod 0 was lost, and the store of that pod still has this pod's place"
+                )
+            self._stop.wait(_POLL_SECONDS)
+
+    def leave_store(self) -> None:
+        """Leave a store that does not answer. `gather_pods` joins the store of the next pod 0."""
+        self._launcher_store = None
 
     def gather_pods(self, wait_seconds: float | None, prepare: Callable[[int], int]) -> Round | Ending:
         """Wait until all pods have arrived in the same round; pod 0 prepares it before anybody may start ranks.
@@ -82,6 +105,7 @@ class Rendezvous:
         """
         began = time.monotonic()
         until = None if wait_seconds is None else began + wait_seconds
+        self.join_store(wait_seconds)
         while True:
             number = self._arrive_in_round()
             if isinstance(number, Ending):
@@ -120,7 +144,7 @@ class Rendezvous:
 
     def ending_before(self, number: int) -> Ending | None:
         """Return the ending of the round before."""
-        return self._read_ending(number - 1) if number else None
+        return self._read_ending(number - 1) if number > self._first else None
 
     def publish_checkpoint(self, step: int | None) -> None:
         """Publish the newest checkpoint to all pods; rank 0 and with it pod 0 knows it."""
@@ -196,18 +220,41 @@ class Rendezvous:
         ]
         return f"pods {', '.join(absent)}" if len(absent) > 1 else f"pod {''.join(absent)}"
 
-    def _require_same_gang(self) -> None:
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _gang(self) -> dict[str, str | int]:
         pod = self._pod
-        my_gang = {"uid": pod.uid, "attempt": pod.attempt, "nodes": pod.nodes, "ranksPerNode": pod.ranks_per_node}
-        if pod.is_first:
-            # Only pod 0 may name the gang of the rendezvous: a late pod of an older attempt would turn this one away.
-            self._opened_store.put_first("gang", json.dumps(my_gang))
+        return {"uid": pod.uid, "attempt": pod.attempt, "nodes": pod.nodes, "ranksPerNode": pod.ranks_per_node}
+
+    def _has_joined_new_store(self) -> bool:
+        """Join the store that listens; return false where it is the store that this pod left, or does not answer."""
+        pod = self._pod
+        with suppress(LostStore):
+            self._launcher_store = LauncherStore.join_store(pod.rendezvous_host, pod.rendezvous_port, pod.launcher_key)
+            self._require_same_gang()
+            self._has_met_left_store = self._opened_store.get("host") == self._entered_host is not None
+            if not self._has_met_left_store:
+                self._enter_store()
+                return True
+        self.leave_store()
+        return False
+
+    def _require_same_gang(self) -> None:
+        # Only pod 0 may name the gang of the rendezvous: a late pod of an older attempt would turn this one away.
         while (stored_text := self._opened_store.get("gang")) is None:
             self._stop.raise_if_requested()
             self._stop.wait(_POLL_SECONDS)
         stored_gang = json.loads(stored_text)
-        if stored_gang != my_gang:
-            raise LostPeers(f"pod {pod.index} belongs to {my_gang}, but the rendezvous to {stored_gang}")
+        if stored_gang != self._gang:
+            raise LostPeers(f"pod {self._pod.index} belongs to {self._gang}, but the rendezvous to {stored_gang}")
+
+    def _enter_store(self) -> None:
+        """Begin with the first round of the store. Counts of an earlier store mean nothing here."""
+        self._entered_host, self._has_met_left_store = self._opened_store.get("host"), False
+        self._next = self._first = int(self._opened_store.get("first round") or 0)
+        self._published_checkpoints = 0
+        self._heartbeats.forget_counts()
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,10 @@ class LostPeers(RuntimeError):
     """The other pods cannot be reached, or do not want this one."""
 
 
+class LostStore(LostPeers):
+    """The store does not answer; the pod that hosts it may be replaced."""
+
+
 class Operation(StrEnum):
     """An operation that a launcher may ask of the store."""
 
@@ -264,4 +268,5 @@ def _as_lost_peers(subject: str) -> Iterator[None]:
         yield
     except failures as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise LostPeers(f"the store of the rendezvous does not answer ({subject}): {reason}") from None
+        kind = LostPeers if isinstance(error, UnknownPeer) else LostStore
+        raise kind(f"the store of the rendezvous does not answer ({subject}): {reason}") from None
