@@ -27,6 +27,7 @@ class TrainerGpuMemory:
 
     def release(self) -> None:
         """Move weights to the host with memory.offloadParameters."""
+        # A save in the background may still copy these weights.
         self._copies.finish_copy()
         self._weights.move_to_host()
         torch.cuda.empty_cache()

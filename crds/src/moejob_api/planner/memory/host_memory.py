@@ -40,6 +40,7 @@ def engine_host_bytes(spec: Spec, tensor: int, engine: EngineMemory | None) -> i
     """
     if spec.resources.accelerator is Accelerator.GPU:
         return (tensor + 1) * HOST_PROCESS_BYTES
+    # On a CPU the parts of an engine share this memory: together they hold all weights.
     weights = 0 if engine is None else engine.weights * tensor
     return CPU_ENGINE_PROCESS_BYTES + CPU_ENGINE_CACHE_BYTES + weights
 
