@@ -49,7 +49,7 @@ class ReplayedRank:
     trained: TrainedRank
     # Of each step.
     disagreement: tuple[float, ...]
-    # The same of the first step, layer by layer.
+    # The same of the first step, layer by layer; none where nothing was replayed.
     layer_disagreement: tuple[float, ...]
     # Log-probabilities of the first step's documents before it was learned: of those of this rank, by number.
     outputs: dict[int, Array]
@@ -198,9 +198,7 @@ def train_replayed(cell: Cell, folder: Path) -> ReplayedRank:
     steps = StepMeasurements(tuple(one.loss for one in results), tuple(one.gradient_norm for one in results))
     disagreement = tuple(one.metrics.get("routingDisagreement", 0.0) for one in results)
     counts = results[0].expert_counts
-    assert counts is not None
-    assert counts.disagreement is not None
-    layers = tuple(counts.disagreement.tolist())
+    layers = () if counts is None or counts.disagreement is None else tuple(counts.disagreement.tolist())
     return ReplayedRank(TrainedRank(steps, gradients, weights, {}), disagreement, layers, outputs)
 
 
