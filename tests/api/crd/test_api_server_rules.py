@@ -26,7 +26,7 @@ SPARSE: Body = merge_sections(
             "tolerations": [{"operator": "Exists"}],
             "rdma": {"resource": "rdma/hca"},
         },
-        "tracking": {"wandb": {"project": "p"}, "mlflow": {"trackingUri": "http://mlflow"}},
+        "tracking": {"wandb": {"project": "p"}, "mlflow": {"trackingUri": "http://mlflow"}, "trackio": {}},
     },
 )
 

@@ -227,9 +227,10 @@ def test_without_its_package_a_sink_says_so_once(
 
 def test_a_job_gets_the_sinks_it_asks_for(tmp_path: Path) -> None:
     assert [*backend_openers(tracked(tmp_path))] == ["tracking.tensorboard"]
-    assert [*backend_openers(tracked(tmp_path, tensorboard=False, **WANDB, **MLFLOW))] == [
+    assert [*backend_openers(tracked(tmp_path, tensorboard=False, **WANDB, **MLFLOW, trackio={}))] == [
         "tracking.wandb",
         "tracking.mlflow",
+        "tracking.trackio",
     ]
 
 

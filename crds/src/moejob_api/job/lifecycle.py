@@ -69,9 +69,16 @@ class MLflow(ApiModel):
     experiment: Annotated[ShortText, Field(description="Experiment name.")] = "moejob"
 
 
+class Trackio(ApiModel):
+    """The inbox of trackio in the run folder."""
+
+    project: Annotated[ShortText, Field(description="Project name.")] = "moejob"
+
+
 class Tracking(ApiModel):
     """The trackers of the run's numbers; one that fails never stops a run."""
 
     tensorboard: Annotated[bool, Field(description="Write TensorBoard events to the run folder.")] = True
     wandb: Annotated[Wandb | None, Field(description="Send to Weights & Biases.")] = None
     mlflow: Annotated[MLflow | None, Field(description="Send to MLflow.")] = None
+    trackio: Annotated[Trackio | None, Field(description="Write trackio's inbox to the run folder.")] = None

@@ -13,6 +13,7 @@ from moejob_trainer.tracking.backends import StepNumbers, TrackedRun, TrackerBac
 from moejob_trainer.tracking.background import BackgroundBackend
 from moejob_trainer.tracking.mlflow_run import MLflowRun
 from moejob_trainer.tracking.tensorboard_events import TensorBoardEvents
+from moejob_trainer.tracking.trackio_inbox import TrackioInbox
 from moejob_trainer.tracking.wandb_run import WandbRun
 
 # For all backends together, at the end of the run.
@@ -67,6 +68,8 @@ def backend_openers(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend
         backends["tracking.wandb"] = partial(WandbRun, run, tracking.wandb)
     if tracking.mlflow is not None:
         backends["tracking.mlflow"] = partial(MLflowRun, run, tracking.mlflow)
+    if tracking.trackio is not None:
+        backends["tracking.trackio"] = partial(TrackioInbox, run, tracking.trackio)
     return backends
 
 
