@@ -101,4 +101,5 @@ def test_grafana_is_given_the_dashboard_as_it_is(helm: Helm) -> None:
     rendered = helm.render({"metrics": {"dashboard": {"enabled": True, "labels": {"grafana_dashboard": "1"}}}})
     found = rendered.find_one("ConfigMap")
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(found["data"]["moejob.json"]) == json.loads(DASHBOARD.read_text())
+    for name, file in (("moejob", "dashboard"), ("moejob-runs", "dashboard-runs")):
+        assert json.loads(found["data"][f"{name}.json"]) == json.loads((CHART / "files" / f"{file}.json").read_text())

@@ -33,7 +33,7 @@ print(json.dumps({
 def read_by_trackio(folder: Path) -> dict[str, Any]:
     """Return what trackio has in its database after it has taken up the inbox."""
     environment = os.environ | {"TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
-    command = [ROOT / ".venv/mlflow/bin/python", "-c", _READ]
+    command = [str(ROOT / ".venv/mlflow/bin/python"), "-c", _READ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
