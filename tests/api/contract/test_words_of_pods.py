@@ -13,8 +13,11 @@ from moejob_api.contract.pods import (
     PodOutcome,
     PodProgress,
     RankFault,
+    RunPhase,
     TerminationMessage,
     escaped_lines,
+    parse_phase,
+    phase_text,
     printable_text,
 )
 
@@ -55,6 +58,37 @@ def test_words_stay_as_long_and_are_printable_ever_after(said: str) -> None:
     shown = printable_text(said)
     assert len(shown) == len(said)
     assert printable_text(shown) == shown
+
+
+@pytest.mark.parametrize("phase", RunPhase)
+def test_a_phase_is_read_as_it_was_written(phase: RunPhase) -> None:
+    assert parse_phase(phase_text(phase)) == (phase, None)
+    assert parse_phase(phase_text(phase, 0.437)) == (phase, 43)
+    assert len(phase_text(phase, 1.0)) <= 64
+
+
+@pytest.mark.parametrize(("share", "percentage"), [(-1.0, 0), (0.0, 0), (0.999, 99), (1.0, 100), (7.0, 100)])
+def test_a_share_is_rounded_down_within_its_bounds(share: float, percentage: int) -> None:
+    assert parse_phase(phase_text(RunPhase.RESTORING, share)) == (RunPhase.RESTORING, percentage)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "dancing",
+        "stepping: 43",
+        "stepping: 101 %",
+        "stepping: -1 %",
+        "stepping: 4.5 %",
+        "stepping: 43 % more",
+        f"stepping: {'9' * 40} %",
+        "stepping: \N{ARABIC-INDIC DIGIT THREE} %",
+        "Stepping: 43 %",
+    ],
+)
+def test_what_is_no_phase_is_none(text: str) -> None:
+    assert parse_phase(text) is None
 
 
 HUGE = 10**400

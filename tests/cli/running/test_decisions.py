@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from builders import spec
-from moejob_api.contract.pods import PodOutcome, PodProgress, ReportedHeartbeat, RunProgress, TerminationMessage
+from moejob_api.contract.pods import (
+    PodOutcome,
+    PodProgress,
+    ReportedHeartbeat,
+    RunPhase,
+    RunProgress,
+    TerminationMessage,
+)
 from moejob_api.layout.sizes import derive_layout
 from moejob_api.recovery.restarts import GiveUp, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import Recovery, RecoveryState
-from moejob_cli.running.display import RunView, closing_lines, duration_words, is_news, plain_line
+from moejob_cli.running.display import RunView, closing_lines, draw_view, duration_words, is_news, plain_line
 from moejob_cli.running.launchers import LauncherPorts, LocalRun, engine_orders, launcher_order
 from moejob_cli.running.machine import CannotRun, LocalMachine, require_capacity, trainer_python, visible_gpus
 from moejob_cli.running.recovery import PodReport, choose_recovery, state_after_poll
 from moejob_cli.running.steps import StepLine, StepLog, seconds_left, sparkline, tokens_per_second
+from moejob_cli.running.supervision import current_phase
 
 DEADLINE = 100
 
@@ -331,7 +339,33 @@ def test_a_start_says_what_it_does_and_for_how_long() -> None:
     assert plain_line(view) == "starting: step 0/10, preparing the data for 1 min 15 s"
     assert is_news(replace(view, doing="building the model", doing_seconds=0.0), view, 0.0)
     later = replace(view, doing_seconds=76.0)
-    assert (is_news(later, view, 1.0), is_news(later, view, 30.0)) == (False, True)
+    assert (is_news(later, view, 1.0), is_news(later, view, 10.0)) == (False, True)
+
+
+def test_a_long_phase_shows_its_share_in_a_line_every_ten_seconds() -> None:
+    view = RunView("starting", [], 10, None, 0, "loading and checking weights", 75.0, doing_percentage=43)
+    assert plain_line(view) == "starting: step 0/10, loading and checking weights 43 % for 1 min 15 s"
+    later = replace(view, doing_percentage=44)
+    assert (is_news(later, view, 9.0), is_news(later, view, 10.0)) == (False, True)
+    console = Console(width=120, file=io.StringIO(), force_terminal=True)
+    with console.capture() as captured:
+        console.print(draw_view(view))
+    assert "43 %" in captured.get().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("loading and checking weights: 43 %", (RunPhase.RESTORING, 43, 7.5), id="a share"),
+        pytest.param("building the model", (RunPhase.BUILDING, None, 7.5), id="none"),
+        pytest.param("stepping", (None, None, 0.0), id="steps"),
+        pytest.param("\x1b[2J", (None, None, 0.0), id="a stranger's words"),
+    ],
+)
+def test_the_phase_of_a_pod_is_read(text: str, expected: tuple[RunPhase | None, int | None, float]) -> None:
+    progress = PodProgress(attempt=1, index=0, phase=text, phase_seconds=7.5)
+    pod = PodReport(0, None, None, progress, 1.0, 0.0)
+    assert current_phase((pod,)) == expected
 
 
 def test_the_best_evaluation_is_shown_and_that_a_run_stopped_early() -> None:

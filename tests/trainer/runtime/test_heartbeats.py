@@ -8,7 +8,14 @@ import pytest
 
 from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunPhase, RunProgress
 from moejob_trainer.launcher.metrics import format_metrics
-from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
+from moejob_trainer.runtime.heartbeats import (
+    BOARD,
+    BackgroundHeartbeat,
+    Heartbeat,
+    HeartbeatBoard,
+    NoLauncher,
+    ShareCounter,
+)
 
 
 def test_a_board_shows_who_has_beaten_at_which_step(tmp_path: Path) -> None:
@@ -30,6 +37,33 @@ def test_a_board_shows_the_phase_of_each_rank_and_since_when(tmp_path: Path) -> 
     rows = board.read()
     assert [row.phase for row in rows] == [None, RunPhase.PREPARING_DATA]
     assert rows[1].phase_seconds >= first.phase_seconds
+
+
+def test_a_board_shows_the_share_of_a_phase_until_the_next_one(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    heartbeat.enter_phase(RunPhase.RESTORING)
+    assert board.read()[0].phase_share is None
+    counter = ShareCounter(8, heartbeat.report_share)
+    shares = []
+    for amount in (2, 1, 5, 3):
+        counter.add(amount)
+        shares.append(board.read()[0].phase_share)
+    assert shares == [0.25, 0.375, 1.0, 1.0]
+    heartbeat.enter_phase(RunPhase.CHECKING)
+    assert board.read()[0].phase_share is None
+
+
+def test_a_share_is_no_sign_of_life(tmp_path: Path) -> None:
+    """A thread that reports it may run while the rank hangs: silence is found by heartbeats alone."""
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    heartbeat.enter_phase(RunPhase.RESTORING)
+    before = board.read()[0]
+    heartbeat.report_share(1, 2)
+    after = board.read()[0]
+    assert not after.has_beaten
+    assert after.age_seconds >= before.age_seconds
 
 
 def test_what_rank_0_says_is_read_and_carried_to_the_next_board(tmp_path: Path) -> None:

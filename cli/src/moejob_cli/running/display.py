@@ -22,7 +22,7 @@ from moejob_api.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
 
 _LINE_SECONDS = 5.0
-_PHASE_LINE_SECONDS = 30.0
+_PHASE_LINE_SECONDS = 10.0
 _CURVE_WIDTH = 60
 _BAR_WIDTH = 40
 
@@ -36,9 +36,10 @@ class RunView:
     total_steps: int | None
     checkpoint_step: int | None
     restarts: int
-    # The phase of ranks before the first step and after the last one, and its duration so far.
+    # The phase of ranks before the first step and after the last one, its duration so far and its percentage.
     doing: str | None = None
     doing_seconds: float = 0.0
+    doing_percentage: int | None = None
 
     @property
     def step(self) -> int:
@@ -148,10 +149,16 @@ def draw_view(view: RunView) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
         Text(view.phase, style="bold"),
-        ProgressBar(total=view.total_steps or 1, completed=view.step, width=_BAR_WIDTH),
-        Text(_step_words(view)),
+        _draw_bar(view),
+        Text(_step_words(view) if view.doing_percentage is None else f"{view.doing_percentage} %"),
     )
     return Group(grid, Text("  ".join(_view_words(view)[1:]), style="dim"))
+
+
+def _draw_bar(view: RunView) -> ProgressBar:
+    if view.doing_percentage is not None:
+        return ProgressBar(total=100, completed=view.doing_percentage, width=_BAR_WIDTH)
+    return ProgressBar(total=view.total_steps or 1, completed=view.step, width=_BAR_WIDTH)
 
 
 def closing_lines(lines: Sequence[StepLine], folder: Path, grpo: Grpo | None = None) -> RenderableType:
@@ -168,7 +175,8 @@ def _step_words(view: RunView) -> str:
 def _view_words(view: RunView) -> list[str]:
     words = [_step_words(view)]
     if view.doing is not None:
-        words.append(f"{view.doing} for {duration_words(view.doing_seconds)}")
+        share = "" if view.doing_percentage is None else f" {view.doing_percentage} %"
+        words.append(f"{view.doing}{share} for {duration_words(view.doing_seconds)}")
     if view.lines:
         words += [_score_words(view.lines[-1]), *signal_words(view.lines[-1])]
     speed, remaining_seconds = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)

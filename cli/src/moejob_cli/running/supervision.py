@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import assert_never
 
-from moejob_api.contract.pods import ExitCode, RunPhase
+from moejob_api.contract.pods import ExitCode, RunPhase, parse_phase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import RecoveryState
@@ -291,7 +291,7 @@ class Supervision:
         if run is not None and run.last_checkpoint_step is not None:
             # The recovery state would also know steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
-        doing, seconds = _current_phase(pods)
+        doing, percentage, seconds = current_phase(pods)
         return RunView(
             phase=self._run_phase(pods),
             lines=self.log.lines,
@@ -300,6 +300,7 @@ class Supervision:
             restarts=self._restarts,
             doing=doing,
             doing_seconds=seconds,
+            doing_percentage=percentage,
         )
 
     def _run_phase(self, pods: tuple[PodReport, ...]) -> str:
@@ -315,12 +316,14 @@ class Supervision:
         return "restarting" if self._restarts else "starting"
 
 
-def _current_phase(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
-    """Return the phase of the first pod that makes no steps, and its duration; None while all make steps."""
+def current_phase(pods: tuple[PodReport, ...]) -> tuple[RunPhase | None, int | None, float]:
+    """Return phase, percentage and duration of the first pod that makes no steps; None while all make steps."""
     for pod in pods:
-        if pod.is_running and pod.progress is not None and pod.progress.phase not in (None, RunPhase.STEPPING):
-            return pod.progress.phase, pod.progress.phase_seconds or 0.0
-    return None, 0.0
+        if pod.is_running and pod.progress is not None and pod.progress.phase is not None:
+            phase, percentage = parse_phase(pod.progress.phase) or (RunPhase.STEPPING, None)
+            if phase is not RunPhase.STEPPING:
+                return phase, percentage, pod.progress.phase_seconds or 0.0
+    return None, None, 0.0
 
 
 def _delay_words(seconds: float) -> str:

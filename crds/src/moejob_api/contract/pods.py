@@ -157,10 +157,31 @@ class RunPhase(StrEnum):
     PREPARING_DATA = "preparing the data"
     BUILDING = "building the model"
     RESTORING = "loading and checking weights"
+    CHECKING = "checking the model"
     FIRST_STEP = "in the first step"
     STEPPING = "stepping"
     FINISHING = "finishing the last save"
     EXPORTING = "exporting and checking the export"
+
+
+# The share of a phase stands in its text: an operator of another version refuses a report with a field that it does not
+# know.
+_PHASE_TEXT = re.compile(r"([a-z' ]+)(?:: ([0-9]{1,3}) %)?")
+
+
+def phase_text(phase: RunPhase, share: float | None = None) -> str:
+    """Return a phase as it is reported, such as `loading and checking weights: 43 %`."""
+    # Rounded down: 100 % is reached at the end.
+    return phase.value if share is None else f"{phase}: {int(100 * min(1.0, max(0.0, share)))} %"
+
+
+def parse_phase(text: str) -> tuple[RunPhase, int | None] | None:
+    """Return the phase of a text, with its percentage; None for a text that is no phase."""
+    match = _PHASE_TEXT.fullmatch(text)
+    if match is None or match[1] not in list(RunPhase):
+        return None
+    percentage = None if match[2] is None else int(match[2])
+    return None if percentage is not None and percentage > 100 else (RunPhase(match[1]), percentage)
 
 
 class ReportedHeartbeat(ApiModel):
@@ -237,7 +258,8 @@ class PodProgress(ApiModel):
     ] = ()
     run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
     phase: Annotated[
-        PrintableText | None, Field(max_length=64, description="Phase of the rank that is furthest behind.")
+        PrintableText | None,
+        Field(max_length=64, description="Phase of the rank that is furthest behind, with its share."),
     ] = None
     phase_seconds: Annotated[Duration | None, Field(description="How long it has been in that phase.")] = None
 

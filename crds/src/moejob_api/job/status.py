@@ -183,7 +183,7 @@ class Progress(ApiModel):
 class DisplayTexts(ApiModel):
     """Formatted texts for kubectl's columns."""
 
-    step: Annotated[str, Field(description="Steps done of all.")] = ""
+    step: Annotated[str, Field(description="Steps done of all; before and after them the phase.")] = ""
     score: Annotated[str, Field(description="Loss or reward of the last step.")] = ""
     eval_score: Annotated[str, Field(description="The newest evaluation by training.bestBy.")] = ""
     eval_loss: Annotated[str, Field(description="Loss of the newest evaluation.")] = ""

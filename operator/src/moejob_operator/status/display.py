@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
-from moejob_api.job.status import DisplayTexts, Progress
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from moejob_api.contract.pods import RunPhase, parse_phase
+from moejob_api.job.status import DisplayTexts, Phase, Progress
+from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState
 from moejob_operator.planning.timestamps import parse_time, seconds_since
 
+_PHASES = tuple(RunPhase)
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
 
-def build_display(s: ObservedState, progress: Progress | None) -> DisplayTexts | None:
-    """Return the texts, unchanged while the progress is unchanged."""
+# Shorter phases are not worth a write: a start of small models has eight of them in ten seconds.
+SHOWN_PHASE_SECONDS = 10.0
+# The word of each phase outside of steps, in the column of steps.
+_PHASE_WORDS: Mapping[RunPhase, str] = MappingProxyType(
+    {
+        RunPhase.IMPORTING: "Importing",
+        RunPhase.AWAITING_PODS: "Waiting for pods",
+        RunPhase.JOINING: "Joining",
+        RunPhase.READING_MODEL: "Reading model",
+        RunPhase.PREPARING_DATA: "Preparing data",
+        RunPhase.BUILDING: "Building model",
+        RunPhase.RESTORING: "Loading",
+        RunPhase.CHECKING: "Checking model",
+        RunPhase.FIRST_STEP: "First step",
+        RunPhase.FINISHING: "Saving",
+        RunPhase.EXPORTING: "Exporting",
+    }
+)
+
+
+def build_display(s: ObservedState, decision: Decision, progress: Progress | None) -> DisplayTexts | None:
+    """Return the texts. They change with the progress, and with the phase of ranks in a poll."""
+    texts, words = _progress_texts(s, progress), _phase_words(s, decision)
+    if words is None:
+        return texts
+    return (texts or DisplayTexts()).model_copy(update={"step": words or _reached_step(progress)})
+
+
+def _phase_words(s: ObservedState, decision: Decision) -> str | None:
+    """Return the phase of the rank that is furthest behind, such as `Loading 43 %`; empty where ranks make steps.
+
+    None when no pod was heard in this reconcile and the gang still runs: then the texts stay.
+    """
+    if decision.phase is not Phase.RUNNING:
+        has_phase = s.status.display is not None and s.status.display.step.startswith(tuple(_PHASE_WORDS.values()))
+        return "" if has_phase else None
+    reports = [s.observation.progress[pod.uid] for pod in s.trainers.values() if pod.uid in s.observation.progress]
+    phases = [
+        (_PHASES.index(phase), 100 if percentage is None else percentage, report.phase_seconds or 0.0)
+        for report in reports
+        if report.phase is not None
+        for phase, percentage in filter(None, [parse_phase(report.phase)])
+    ]
+    if not phases:
+        return None
+    number, percentage, seconds = min(phases)
+    word = _PHASE_WORDS.get(_PHASES[number], "")
+    if not word:
+        return ""
+    return (word if percentage == 100 else f"{word} {percentage} %") if seconds >= SHOWN_PHASE_SECONDS else None
+
+
+def _reached_step(progress: Progress | None) -> str:
+    return "" if progress is None else step_text(progress)
+
+
+def _progress_texts(s: ObservedState, progress: Progress | None) -> DisplayTexts | None:
     before = s.status.progress
     if progress is None or progress == before:
         return s.status.display

@@ -37,7 +37,7 @@ def next_status(s: ObservedState, decision: Decision) -> Status:
         layout=_layout_status(s),
         replica_statuses=replica_counts,
         progress=new_progress,
-        display=build_display(s, new_progress),
+        display=build_display(s, decision, new_progress),
         goodput=account_goodput(s, decision, new_progress),
         start_time=_start_time(s, decision),
         completion_time=format_time(s.now) if is_finished else None,

@@ -24,6 +24,7 @@ from moejob_api.contract.pods import (
     RunProgress,
     StatusMeasure,
     TerminationMessage,
+    phase_text,
 )
 from moejob_api.recovery.restarts import FailureCause
 from moejob_trainer.checkpoints import acquire_run_folder
@@ -160,7 +161,7 @@ class Agent:
             for local, row in enumerate(heartbeats)
             if first + local in pids
         )
-        phase, phase_seconds = self._slowest_phase(heartbeats)
+        phase, phase_seconds, share = self._slowest_phase(heartbeats)
         return PodProgress(
             attempt=self._pod.attempt,
             index=self._pod.index,
@@ -169,19 +170,19 @@ class Agent:
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
             ranks=rank_heartbeats,
             run=self._run_so_far(),
-            phase=phase,
+            phase=None if phase is None else phase_text(phase, share),
             phase_seconds=phase_seconds,
         )
 
-    def _slowest_phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None]:
-        """Return the phase of the rank that is furthest behind, or of the launcher before there are ranks."""
+    def _slowest_phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None, float | None]:
+        """Return phase, duration and share of the rank that is furthest behind; without ranks, the launcher's."""
         if self._is_gathering:
-            return self._launcher_phase, time.monotonic() - self._launcher_phase_at
+            return self._launcher_phase, time.monotonic() - self._launcher_phase_at, None
         phases = [row for row in heartbeats if row.phase is not None]
         if len(phases) < len(heartbeats) or not phases:
-            return None, None
-        slowest = min(phases, key=lambda row: _PHASES.index(row.phase or RunPhase.IMPORTING))
-        return slowest.phase, slowest.phase_seconds
+            return None, None, None
+        slowest = min(phases, key=_phase_rank)
+        return slowest.phase, slowest.phase_seconds, slowest.phase_share
 
     def _enter_phase(self, phase: RunPhase) -> None:
         self._launcher_phase, self._launcher_phase_at = phase, time.monotonic()
@@ -588,6 +589,12 @@ class Agent:
 
     def _build_termination(self, outcome: PodOutcome, message: str) -> TerminationMessage:
         return TerminationMessage(outcome=outcome, message=message[:2048], step=self._latest_step())
+
+
+def _phase_rank(row: RankHeartbeat) -> tuple[int, float]:
+    """Return the order of ranks by how far they are; a rank that reports no share waits for those that do."""
+    share = 1.0 if row.phase_share is None else row.phase_share
+    return _PHASES.index(row.phase or RunPhase.IMPORTING), share
 
 
 def _ranks_text(ranks: list[int]) -> str:

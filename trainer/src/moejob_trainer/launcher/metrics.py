@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from moejob_api.contract.pods import PodProgress, RunProgress
+from moejob_api.contract.pods import PodProgress, RunProgress, parse_phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,6 +36,7 @@ _MEASURE = re.compile(r"(?P<base>[A-Za-z]+)(?:/(?P<name>.+)|@(?P<k>\d+))?")
 
 def format_metrics(pod: PodProgress) -> str:
     """The metrics of a pod."""
+    phase = None if pod.phase is None else parse_phase(pod.phase)
     lines = [
         *_gauge_lines("moejob_pod_ready", "Every rank of the pod has sent a heartbeat.", [("", int(pod.ready))]),
         *_gauge_lines(
@@ -49,9 +50,12 @@ def format_metrics(pod: PodProgress) -> str:
         *_gauge_lines(
             "moejob_phase_seconds",
             "How long the rank that is furthest behind has been in its phase.",
-            []
-            if pod.phase is None
-            else [(f'{{phase="{_escape_label(pod.phase)}"}}', round(pod.phase_seconds or 0.0, 3))],
+            [] if phase is None else [(f'{{phase="{phase[0]}"}}', round(pod.phase_seconds or 0.0, 3))],
+        ),
+        *_gauge_lines(
+            "moejob_phase_ratio",
+            "Share of the phase's work that is done.",
+            [] if phase is None or phase[1] is None else [(f'{{phase="{phase[0]}"}}', phase[1] / 100)],
         ),
         "# HELP moejob_rank_restarts_total Restarts of ranks in place that this pod was the reason for.",
         "# TYPE moejob_rank_restarts_total counter",

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,13 +32,35 @@ BOARD = "MOEJOB_BEATS"
 
 _BEATS_FILE, _RUN_FILE = "beats", "run.json"
 # Beats sent, monotonic nanoseconds of the last one, steps done; the phase of the rank, as its place in RunPhase counted
-# from 1, and when it began. 64-bit words, so that none is ever half written.
-_COUNT, _AT, _STEP, _PHASE, _PHASE_AT, _WORDS = 0, 1, 2, 3, 4, 5
+# from 1, when it began, and how much of its work is done, of how much. 64-bit words, so that none is ever half written.
+_COUNT, _AT, _STEP, _PHASE, _PHASE_AT, _DONE, _TOTAL, _WORDS = 0, 1, 2, 3, 4, 5, 6, 7
 _WORD_BYTES = 8
 _HEARTBEAT_SECONDS = 5.0
 _PHASES = tuple(RunPhase)
 # Calls into torch that wait for other ranks.
 _COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
+
+
+# Takes how much of a phase's work is done, of how much.
+ShareReport = Callable[[int, int], None]
+
+
+def ignore_share(_done: int, _total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(slots=True)
+class ShareCounter:
+    """Adds up the work of a phase, and reports each sum."""
+
+    total: int
+    report: ShareReport = ignore_share
+    done: int = field(init=False, default=0)
+
+    def add(self, amount: int) -> None:
+        """Count work that is done."""
+        self.done += amount
+        self.report(self.done, self.total)
 
 
 class NoLauncher(RuntimeError):
@@ -71,8 +93,13 @@ class Heartbeat:
         """Set the phase of this rank; setting it again changes nothing."""
         number = _PHASES.index(phase) + 1
         if self._words[_PHASE] != number:
+            self._words[_DONE] = self._words[_TOTAL] = 0
             self._words[_PHASE_AT] = time.monotonic_ns()
             self._words[_PHASE] = number
+
+    def report_share(self, done: int, total: int) -> None:
+        """Say how much of the phase's work is done. It is no sign of life, for another thread may report it."""
+        self._words[_TOTAL], self._words[_DONE] = total, done
 
     def report_run(self, run: RunProgress) -> None:
         """Report the progress of the run; for rank 0."""
@@ -153,6 +180,8 @@ class RankHeartbeat:
     # None before the rank has said it.
     phase: RunPhase | None = None
     phase_seconds: float = 0.0
+    # Of the phase's work that is done; None where its end is unknown.
+    phase_share: float | None = None
 
 
 class HeartbeatBoard:
@@ -188,7 +217,9 @@ class HeartbeatBoard:
         if not 0 < number <= len(_PHASES):
             return RankHeartbeat(words[first + _COUNT] > 0, step, age)
         seconds = max(0, now - words[first + _PHASE_AT]) / 1e9
-        return RankHeartbeat(words[first + _COUNT] > 0, step, age, _PHASES[number - 1], seconds)
+        done, total = words[first + _DONE], words[first + _TOTAL]
+        share = min(1.0, max(0, done) / total) if total > 0 else None
+        return RankHeartbeat(words[first + _COUNT] > 0, step, age, _PHASES[number - 1], seconds, share)
 
 
 def _map_words(path: Path) -> memoryview:
