@@ -28,7 +28,7 @@ from moejob_trainer.evaluation.ranking import EvaluationScore
 from moejob_trainer.loop import TrainingRun, run_training_loop
 from moejob_trainer.objectives import ObjectiveState
 from moejob_trainer.runtime.disk import Disk
-from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard
+from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard, ShareReport, ignore_share
 from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 from trainer.checkpoints.stand_ins import InlineExecutor, StandInWriting, ThreadCoordinators, flip_bit, make_run_folder
 
@@ -84,8 +84,9 @@ class Tensors:
         Disk().write(folder / name, b"weights")
         return StandInWriting([name], self.questions)
 
-    def read(self, folder: Path, *, weights_only: bool) -> None:
+    def read(self, folder: Path, *, weights_only: bool, report_share: ShareReport = ignore_share) -> None:
         assert folder.is_dir()
+        report_share(1, 1)
         self.weights_only.append(weights_only)
 
     def leave_published(self) -> None: ...

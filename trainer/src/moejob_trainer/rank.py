@@ -77,7 +77,7 @@ def _run_in_world(environment: RankEnvironment, heartbeat: Heartbeat) -> int:
     timer = StartTimer.for_rank()
     heartbeat.enter_phase(RunPhase.JOINING)
     # Until the first step is done, and again while the model is exported, its duration is unknown.
-    with working_heartbeat(heartbeat) as background, join_ranks(environment) as context:
+    with working_heartbeat(heartbeat) as background, join_ranks(environment, heartbeat) as context:
         timer.mark_joined()
         with start_rewards(context) as rewards:
             heartbeat.enter_phase(RunPhase.READING_MODEL)
@@ -106,7 +106,7 @@ def _train_model(
         state = StateFiles(
             engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background_writer())
         )
-        checks = ModelChecks(engine, context.layout, context.node)
+        checks = ModelChecks(engine, context.layout, context.node, heartbeat.report_share)
         state_writer = build_writer(environment, model, state, objective_parts)
         checkpoints = build_checkpoints(context, model, state_writer, heartbeat, None if is_awaited else checks)
         reporter = Reporter(

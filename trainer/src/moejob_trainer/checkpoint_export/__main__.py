@@ -19,6 +19,7 @@ from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoint_export.run import BEST, Best, read_stored_run
 from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_run
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.share_display import ShareDisplay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary = export_run(
             read_stored_run(options.run, options.step),
-            ExportOptions(options.out, options.merge_adapters, dtype, options.base),
+            ExportOptions(
+                options.out, options.merge_adapters, dtype, options.base, report_share=ShareDisplay("exporting")
+            ),
         )
     except (BadConfiguration, InvalidSpec) as error:
         print(error, file=sys.stderr)  # noqa: T201

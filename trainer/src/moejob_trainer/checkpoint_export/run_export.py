@@ -45,6 +45,7 @@ from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.pretrained import fetch_model, name_for_others
 from moejob_trainer.runtime.disk import Disk, publish_folder
+from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class ExportOptions:
     dtype: torch.dtype | None = None
     base: Path | None = None
     most_shard_bytes: int = MOST_SHARD_BYTES
+    report_share: ShareReport = ignore_share
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ def export_whole_model(run: StoredRun, options: ExportOptions) -> ExportReport:
         _open_merged_weights(run, tensor_table, options) if run.adapter_facts.lora else _open_weights(run, tensor_table)
     )
     dtype = options.dtype or getattr(torch, run.spec.model.dtype.value)
-    target = ExportTarget(options.folder, run.template, dtype, options.most_shard_bytes)
+    target = ExportTarget(options.folder, run.template, dtype, options.most_shard_bytes, options.report_share)
     with remove_on_failure(target.unfinished_folder):
         report = _write_model(tensors, tensor_table, target, dtype)
         publish_folder(Disk(), target.unfinished_folder, target.folder)
@@ -168,7 +170,7 @@ def _write_model(
     prepare_export_folder(target, tensor_table.shape, dtype, sum(entry.size_bytes for entry in entries))
     # The other half of a shard is for the file that is read back beside this.
     memory = BoundedMemory(target.most_shard_bytes // 2)
-    written_files, verifications = [], []
+    written_files, verifications, counter = [], [], ShareCounter(2 * len(entries), target.report_share)
     with ThreadPoolExecutor(1, "verify") as verify_pool:
         for file, file_entries in zip(shard_file_names([len(shards)], 0), shards, strict=True):
             path = target.unfinished_folder / file
@@ -179,11 +181,15 @@ def _write_model(
                     tensor_entry.name: threads.submit(write, pieces[tensor_entry.name], tensor_entry)
                     for tensor_entry in file_entries
                 }
-                checksums = {name: checksum.result() for name, checksum in checksum_futures.items()}
-            verifications.append(verify_pool.submit(verify, path, file_entries, checksums))
+                checksums = {}
+                for name, checksum in checksum_futures.items():
+                    checksums[name] = checksum.result()
+                    counter.add(1)
+            verifications.append((verify_pool.submit(verify, path, file_entries, checksums), len(file_entries)))
             written_files.append(WrittenFile(file, tuple(file_entries), checksums))
-        for verification in verifications:
+        for verification, count in verifications:
             verification.result()
+            counter.add(count)
     return complete_export(tensor_table, target, written_files)
 
 

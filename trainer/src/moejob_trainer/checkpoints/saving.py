@@ -32,7 +32,7 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.evaluation.ranking import EvaluationScore
 from moejob_trainer.objectives import Objective, ObjectiveState
 from moejob_trainer.runtime.disk import Disk
-from moejob_trainer.runtime.heartbeats import Heartbeat, working_heartbeat
+from moejob_trainer.runtime.heartbeats import Heartbeat, ShareReport, ignore_share, working_heartbeat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ModelState(Protocol):
     def start_writing(self, folder: Path) -> PendingWrite:
         """Begin to write the tensors of this rank."""
 
-    def read(self, folder: Path, *, weights_only: bool) -> None:
+    def read(self, folder: Path, *, weights_only: bool, report_share: ShareReport = ignore_share) -> None:
         """Set this rank's state from a checkpoint of any layout."""
 
     def leave_published(self) -> None:
@@ -216,6 +216,7 @@ class RunCheckpoints:
         if checkpoint is None:
             self.store.require_room(self.state.expected_bytes, self.state.export_bytes)
             if self.on_fresh_start is not None:
+                self.heartbeat.enter_phase(RunPhase.CHECKING)
                 self.on_fresh_start()
             return 0
         self._refuse_other_format(checkpoint)
@@ -226,7 +227,8 @@ class RunCheckpoints:
         if not is_own:
             refuse_other_adapters(stored_facts, self.writer.adapter_facts, checkpoint.path, continues_run=continues_run)
         self.writer.continue_from(stored_facts)
-        self.writer.state.read(checkpoint.path, weights_only=not continues_run)
+        report_share = self.heartbeat.report_share
+        self.writer.state.read(checkpoint.path, weights_only=not continues_run, report_share=report_share)
         if not continues_run:
             return 0
         # Another job's best checkpoints lie in its own folder. A state of an older version has no order.

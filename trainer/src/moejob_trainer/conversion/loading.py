@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,8 +110,13 @@ def open_published_checkpoint(folder: Path, table: TensorTable) -> PublishedChec
     return PublishedCheckpoint(checkpoint, table, tuple(sorted(_left_out_tensors(checkpoint, table))))
 
 
-def import_weights(state: Mapping[str, Tensor], source: PublishedCheckpoint, coordinates: Coordinates) -> None:
-    """Fill a rank's tensors, given by our global names, in place and in their own type."""
+def import_weights(
+    state: Mapping[str, Tensor],
+    source: PublishedCheckpoint,
+    coordinates: Coordinates,
+    count_elements: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Fill a rank's tensors, given by our global names, in place and in their own type; count their elements."""
     for name, target in state.items():
         parameter = source.table.by_name.get(name)
         if parameter is None:
@@ -121,6 +126,7 @@ def import_weights(state: Mapping[str, Tensor], source: PublishedCheckpoint, coo
                 f"{name} is {tuple(target.shape)}; {coordinates} holds {local_shape(parameter, coordinates)}"
             )
         source.fill_tensor(target, parameter, local_slices(parameter, coordinates))
+        count_elements(target.numel())
 
 
 def _describe_misfits(checkpoint: TensorSource, table: TensorTable) -> Iterator[str]:

@@ -38,6 +38,7 @@ from moejob_trainer.conversion.tensor_table import TensorPiece
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
 from moejob_trainer.runtime.disk import Disk, publish_folder
+from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 
 MOST_SHARD_BYTES = 5 * 10**9
 
@@ -60,6 +61,7 @@ class ExportTarget:
     template: Path
     dtype: torch.dtype | None = None
     most_shard_bytes: int = MOST_SHARD_BYTES
+    report_share: ShareReport = ignore_share
 
     @property
     def unfinished_folder(self) -> Path:
@@ -119,13 +121,14 @@ def export_weights(
     files = shard_file_names([plan.files for plan in plans], groups.rank)
     # No rank writes before the folder is there.
     messages.wait_for_group(groups.world)
-    written_files = _write_shards(gathering, target, dict(zip(files, shards, strict=True)))
+    counter = ShareCounter(sum(map(len, shards)) + len([*gathering.held_parameters()]), target.report_share)
+    written_files = _write_shards(gathering, target, dict(zip(files, shards, strict=True)), counter)
     for written_file in written_files:
         verify(target.unfinished_folder / written_file.file, written_file.entries, written_file.checksums)
     all_files = messages.gather_values(written_files, _WRITTEN, groups.world)
     report = None if all_files is None else complete_export(table, target, list(chain.from_iterable(all_files)))
     messages.wait_for_group(groups.world)
-    _import_again(gathering, target)
+    _import_again(gathering, target, counter)
     check(target.unfinished_folder)
     # No rank replaces an export that another has found to differ.
     messages.wait_for_group(groups.world)
@@ -177,9 +180,9 @@ def prepare_export_folder(target: ExportTarget, shape: ModelShape, dtype: torch.
 
 
 def _write_shards(
-    gathering: TensorGathering, target: ExportTarget, shards: Mapping[str, list[TensorEntry]]
+    gathering: TensorGathering, target: ExportTarget, shards: Mapping[str, list[TensorEntry]], counter: ShareCounter
 ) -> list[WrittenFile]:
-    tensors = _export_tensors(gathering, target)
+    tensors = _export_tensors(gathering, target, counter)
     written_files = []
     for file, entries in shards.items():
         with open_shard_writer(target.unfinished_folder / file, entries) as opened_shard:
@@ -191,11 +194,14 @@ def _write_shards(
     return written_files
 
 
-def _export_tensors(gathering: TensorGathering, target: ExportTarget) -> Iterator[tuple[str, Tensor]]:
+def _export_tensors(
+    gathering: TensorGathering, target: ExportTarget, counter: ShareCounter
+) -> Iterator[tuple[str, Tensor]]:
     for piece, tensor in gathering.tensors():
         cast = tensor.to(_export_dtype(piece, gathering, target))
         for name in published_names(piece, gathering.table):
             yield name, cast
+            counter.add(1)
 
 
 def complete_export(table: TensorTable, target: ExportTarget, written_files: Sequence[WrittenFile]) -> ExportReport:
@@ -217,7 +223,7 @@ def complete_export(table: TensorTable, target: ExportTarget, written_files: Seq
     )
 
 
-def _import_again(gathering: TensorGathering, target: ExportTarget) -> None:
+def _import_again(gathering: TensorGathering, target: ExportTarget, counter: ShareCounter) -> None:
     """Read back this rank's own part of the tensors it put together, and compare it to the bit."""
     source, coordinates = (
         open_published_checkpoint(target.unfinished_folder, gathering.table),
@@ -234,6 +240,7 @@ def _import_again(gathering: TensorGathering, target: ExportTarget) -> None:
                 f"{target.unfinished_folder}: importing {parameter.name} would give other values than rank "
                 f"{gathering.groups.rank} holds: its parts were put together wrongly; an older export stays as it was"
             )
+        counter.add(1)
 
 
 def _require_each_once(table: TensorTable, written_files: Sequence[WrittenFile]) -> None:

@@ -21,9 +21,11 @@ from pydantic import Field, ValidationError
 from moejob_api.contract.pods import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
+from moejob_trainer.data.hub_bars import reporting_bars
 from moejob_trainer.data.hub_files import HubFile, HubFiles, has_all_files, list_hub_files, verify_hub_files
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import Disk, replace_file, sync_tree
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 from moejob_trainer.runtime.json_files import read_json
 
 # Permanent errors of the hub: the repository does not exist, or this token has no access to it.
@@ -100,13 +102,29 @@ class HubPins:
             ) from error
 
 
-def download_model(name: str, revision: str | None, pins: HubPins, left_out: Sequence[str] = ()) -> Path:
+@dataclass(frozen=True, slots=True)
+class _HubDownload:
+    """A model to download: patterns of files that are left out, and the receiver of the share that is there."""
+
+    name: str
+    revision: str | None
+    left_out: Sequence[str]
+    report_share: ShareReport
+
+
+def download_model(
+    name: str,
+    revision: str | None,
+    pins: HubPins,
+    left_out: Sequence[str] = (),
+    report_share: ShareReport = ignore_share,
+) -> Path:
     """Download a model beside the run folders of the volume, in the commit that the run is bound to, and compare it.
 
     left_out: patterns of files that are not downloaded.
     """
     pinned = pins.find_pin(RepositoryKind.MODEL, name, revision)
-    folder = _fetch_snapshot(name, revision, pinned, pins, left_out)
+    folder = _fetch_snapshot(_HubDownload(name, revision, left_out, report_share), pinned, pins)
     files = verify_hub_files(folder, _expected_files(name, folder, pinned))
     # The folder of a snapshot has the name of its commit.
     repository = PinnedRepository(
@@ -118,14 +136,20 @@ def download_model(name: str, revision: str | None, pins: HubPins, left_out: Seq
 
 
 def _fetch_snapshot(
-    name: str, revision: str | None, pinned: PinnedRepository | None, pins: HubPins, left_out: Sequence[str]
+    download: _HubDownload, pinned: PinnedRepository | None, pins: HubPins
 ) -> Path:
+    name, left_out = download.name, download.left_out
     cache = pins.run_folder.parent / "hub"
     if pinned is not None and (snapshot := _find_local_snapshot(pinned, cache, left_out)) is not None:
         return snapshot
     try:
-        wanted_revision, ignored = pinned.commit if pinned else revision, [*left_out] or None
-        folder = Path(snapshot_download(name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored))
+        wanted_revision, ignored = pinned.commit if pinned else download.revision, [*left_out] or None
+        bars = reporting_bars(download.report_share)
+        folder = Path(
+            snapshot_download(
+                name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored, tqdm_class=bars
+            )
+        )
         # Sync before the run is bound to these files: they must not be empty after a loss of power.
         sync_tree(Disk(), folder.parents[1])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:

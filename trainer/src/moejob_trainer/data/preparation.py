@@ -10,13 +10,14 @@ import multiprocessing
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import Data, Dataset, Model, OverlongSamples
@@ -27,9 +28,10 @@ from moejob_trainer.data.file_contents import read_contents
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.prepared_folder import ensure_prepared_folder, write_report
 from moejob_trainer.data.records import Record
-from moejob_trainer.data.sources import read_records, source_files
+from moejob_trainer.data.sources import count_records, read_records, source_files
 from moejob_trainer.data.tokenizers import CLAIMS, load_tokenizer
 from moejob_trainer.errors import BadData
+from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 
 # Of what is prepared, in the folder of a run.
 FOLDER = "data"
@@ -54,6 +56,8 @@ class EncodingRecipe:
     claims: Path = CLAIMS
     # None: whatever the hub holds now.
     pins: HubPins | None = None
+    # Takes the share of a data set that is encoded; decides no token.
+    report_share: ShareReport = field(default=ignore_share, compare=False)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
@@ -145,12 +149,14 @@ def _write_dataset(
     building: Path, dataset: Dataset, recipe: EncodingRecipe, workers: int, identity: str
 ) -> CorpusReport:
     dispositions = Counter[Disposition]()
+    counter = ShareCounter(countable_records(dataset, recipe), recipe.report_share)
 
     def kept_samples() -> Iterator[Sample]:
         for fitted_sample in encode_records(
             dataset, recipe, workers, partial(_encode_chunk, RecordKind.of_dataset(dataset))
         ):
             dispositions[fitted_sample.disposition] += 1
+            counter.add(1)
             if fitted_sample.disposition in (Disposition.KEPT, Disposition.TRUNCATED):
                 yield fitted_sample.sample
 
@@ -168,6 +174,14 @@ def _write_dataset(
         tokens=tokens,
         trained_tokens=trained_tokens,
     )
+
+
+def countable_records(dataset: Dataset, recipe: EncodingRecipe) -> int:
+    """Return how many records there are; 0 where that is unknown, or where reading will find the fault of a file."""
+    try:
+        return count_records(dataset, recipe.claims) or 0
+    except (BadData, OSError, pa.ArrowException):
+        return 0
 
 
 def refuse_empty(dataset: Dataset, dispositions: Mapping[Disposition, int], data: Data) -> None:
@@ -196,7 +210,9 @@ def encode_records(
     first = list(islice(all_records, _ALONE))
     chunks = _split_into_chunks(chain(first, all_records))
     # Workers cache the encoder by recipe, and the list of data sets does not change how records are encoded.
-    encode_chunk = partial(encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
+    encode_chunk = partial(
+        encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES), report_share=ignore_share)
+    )
     if workers == 1 or len(first) < _ALONE:
         return chain.from_iterable(map(encode_chunk, chunks))
     return chain.from_iterable(_encode_on_all_cores(encode_chunk, chunks, workers))

@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import prompt_corpus
-from moejob_trainer.data.preparation import EncodingRecipe, dataset_fingerprint, encode_records
+from moejob_trainer.data.preparation import EncodingRecipe, countable_records, dataset_fingerprint, encode_records
 from moejob_trainer.data.prepared_folder import ensure_prepared_folder, write_report
 from moejob_trainer.data.prompt_corpus import PromptLine, PromptReport
 from moejob_trainer.data.prompts import can_ask_prompt, read_prompt, refuse_no_prompts, refuse_unusable_prompts
 from moejob_trainer.data.records import Record
+from moejob_trainer.runtime.heartbeats import ShareCounter
 
 # The format of the lines. A resumed run compares the hash of tokens and fields instead.
 _VERSION = 1
@@ -38,10 +39,12 @@ def prepare_prompts(
 
 def _write_prompts(building: Path, dataset: Dataset, recipe: EncodingRecipe, most_tokens: int, workers: int) -> None:
     counts = Counter[bool]()
+    counter = ShareCounter(countable_records(dataset, recipe), recipe.report_share)
 
     def kept_lines() -> Iterator[PromptLine]:
         for prompt_line in encode_records(dataset, recipe, workers, partial(_encode_lines, most_tokens)):
             counts[prompt_line is not None] += 1
+            counter.add(1)
             if prompt_line is not None:
                 yield prompt_line
 

@@ -102,6 +102,38 @@ def source_files(dataset: Dataset, claims: Path = CLAIMS) -> Mapping[str, Path]:
     return {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
 
 
+def count_records(dataset: Dataset, claims: Path = CLAIMS) -> int | None:
+    """Return how many records a data set has, where a look at its files tells; None elsewhere."""
+    path = Path(locate_source(dataset.source, claims))
+    # Whether a record is chosen is known when it is read.
+    if dataset.source in _BUILT_IN or dataset.where or not path.exists():
+        return None
+    counts = [_count_file(file) for file in _listed_files(path, dataset.split)]
+    if not counts or None in counts:
+        return None
+    record_count = sum(count or 0 for count in counts)
+    return record_count if dataset.max_examples is None else min(record_count, dataset.max_examples)
+
+
+def _listed_files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if any((path / name).is_file() for name in _SAVED):
+        return []
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(_FILES) and file.is_file())
+    return _select_split_files(path, files, split)
+
+
+def _count_file(path: Path) -> int | None:
+    """Return the rows of a Parquet file, or the lines of a JSONL file; None for what has to be unpacked or parsed."""
+    if path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix != ".jsonl":
+        return None
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
 def _read_built_in(dataset: Dataset) -> Iterator[Record]:
     if dataset.split not in tiny.split_names():
         raise BadData(f"{dataset.source} has no split {dataset.split}; it has {' and '.join(tiny.split_names())}")

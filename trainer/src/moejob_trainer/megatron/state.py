@@ -36,6 +36,7 @@ from moejob_trainer.megatron.weights import part_slices, rank_coordinates
 from moejob_trainer.model.adapters import adapter_parameters, is_adapter
 from moejob_trainer.model.parameters import Parameter, divided_axes
 from moejob_trainer.model.stage import ModelStage, WeightPart
+from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 from moejob_trainer.runtime.read_ahead import read_ahead
 
 
@@ -92,8 +93,8 @@ class StateFiles:
         file = self._describe_file(folder, owned)
         return PendingFiles(file.path.name, self.background.submit(_write_file, tensors, file), copy)
 
-    def read(self, folder: Path, *, weights_only: bool) -> None:
-        """Set this rank's state, or only its weights, from files of any layout."""
+    def read(self, folder: Path, *, weights_only: bool, report_share: ShareReport = ignore_share) -> None:
+        """Set this rank's state, or only its weights, from files of any layout; report the share that is read."""
         kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
         self.engine.copies.finish_copy()
         stored = _read_index(folder, self.engine.groups.world)
@@ -107,12 +108,15 @@ class StateFiles:
                     require_shape(self.parameters[held.name], of_tensor, folder)
                     yield held, of_tensor
 
+        elements = sum(held.shard.element_count for held in self._held_shards() if held.kind in kinds)
+        counter = ShareCounter(elements, report_share)
         for held, of_tensor in read_ahead(
             wanted_shards(), lambda held_and_stored: files.file_parts(held_and_stored[0].shard, held_and_stored[1])
         ):
             target = held.values.writable_buffer()
             files.fill_shard(target.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
             held.values.write(target)
+            counter.add(held.shard.element_count)
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:

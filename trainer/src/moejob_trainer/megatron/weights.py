@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from moejob_trainer.megatron.shares import find_sharding, gather_whole_tensor, l
 from moejob_trainer.model.adapters import Adapter, initialise_factor, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
 from moejob_trainer.model.stage import ModelStage, WeightPart
+from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 
 _HOST = torch.device("cpu")
 
@@ -60,15 +61,19 @@ def _join_parts(parts: Sequence[tuple[WeightPart, Tensor]]) -> Tensor:
     return parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
 
 
-def load_pretrained(stages: Sequence[ModelStage], source: PublishedCheckpoint, groups: Groups) -> None:
+def load_pretrained(
+    stages: Sequence[ModelStage], source: PublishedCheckpoint, groups: Groups, report_share: ShareReport = ignore_share
+) -> None:
     """Read this rank's part of a published checkpoint; adapters stay as they are."""
     of_base = {name: parts for name, parts in _parts_by_name(stages).items() if not is_adapter(name)}
     pairs = [pair for parts in of_base.values() for pair in parts]
-    read_weights({part.name: tensor for part, tensor in pairs if part.rows is None}, source, groups)
+    counter = ShareCounter(sum(tensor.numel() for _, tensor in pairs), report_share)
+    read_weights({part.name: tensor for part, tensor in pairs if part.rows is None}, source, groups, counter.add)
     place = rank_coordinates(groups)
     for part, tensor in (pair for pair in pairs if pair[0].rows is not None):
         parameter = source.table.by_name[part.name]
         source.fill_tensor(tensor, parameter, part_slices(part, parameter, place))
+        counter.add(tensor.numel())
 
 
 def forget_weights(stages: Sequence[ModelStage]) -> None:
@@ -79,10 +84,16 @@ def forget_weights(stages: Sequence[ModelStage]) -> None:
                 tensor.fill_(torch.nan)
 
 
-def read_weights(weights: Mapping[str, Tensor], source: PublishedCheckpoint, groups: Groups) -> None:
-    """Read this rank's part of some tensors, whole ones and shares."""
+def read_weights(
+    weights: Mapping[str, Tensor],
+    source: PublishedCheckpoint,
+    groups: Groups,
+    count_elements: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read this rank's part of some tensors, whole ones and shares; count their elements."""
     place = rank_coordinates(groups)
-    import_weights({name: tensor for name, tensor in weights.items() if find_sharding(tensor) is None}, source, place)
+    unsharded = {name: tensor for name, tensor in weights.items() if find_sharding(tensor) is None}
+    import_weights(unsharded, source, place, count_elements)
     for name, tensor in weights.items():
         sharded = find_sharding(tensor)
         if sharded is not None:
@@ -92,6 +103,7 @@ def read_weights(weights: Mapping[str, Tensor], source: PublishedCheckpoint, gro
                 source.fill_tensor(part, parameter, shard.shift_by(origin).index_slices)
                 # A float32 share starts from the rounded weight, like the whole weight of other layouts.
                 part.copy_(part.to(sharded.dtype))
+            count_elements(tensor.numel())
 
 
 def _find_parameter(name: str, shape: tuple[int, ...], table: TensorTable, place: Coordinates) -> Parameter:

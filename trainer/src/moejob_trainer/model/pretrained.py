@@ -20,6 +20,7 @@ from moejob_trainer.data.links import require_contained_links
 from moejob_trainer.data.tokenizers import CLAIMS, locate_source
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import Disk, explain_failure, keep_folder, remove_tree, replace_file
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 from moejob_trainer.runtime.json_files import read_json
 from moejob_trainer.runtime.megatron_process import convert_from_megatron, is_megatron_checkpoint
 
@@ -38,7 +39,9 @@ class PretrainedModel:
     has_weights: bool
 
 
-def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
+def fetch_model(
+    model: Model, run_folder: Path, claims: Path = CLAIMS, report_share: ShareReport = ignore_share
+) -> Path:
     """Make sure that the model's files lie on a disk, and name their folder. One rank of the run calls this."""
     if model.source == tiny.TOKENIZER:
         return _write_tiny_model(run_folder / RunFile.MODEL)
@@ -46,7 +49,7 @@ def fetch_model(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
         return converted
     place = _find_folder(model.source, claims)
     if place is None:
-        return _download(model.source, model.revision, run_folder)
+        return _download(model.source, model.revision, run_folder, report_share=report_share)
     if is_megatron_checkpoint(place):
         return _convert_checkpoint(place, model, run_folder, claims)
     if model.config is not None:
@@ -73,8 +76,14 @@ def _find_folder(source: str, claims: Path) -> Path | None:
     return None
 
 
-def _download(name: str, revision: str | None, run_folder: Path, left_out: Sequence[str] = ()) -> Path:
-    fetched = download_model(name, revision, HubPins(run_folder), left_out)
+def _download(
+    name: str,
+    revision: str | None,
+    run_folder: Path,
+    left_out: Sequence[str] = (),
+    report_share: ShareReport = ignore_share,
+) -> Path:
+    fetched = download_model(name, revision, HubPins(run_folder), left_out, report_share)
     # Other jobs of the claim write to this cache as well.
     require_contained_links(fetched)
     return fetched

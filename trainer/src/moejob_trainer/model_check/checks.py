@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.model_check.comparison import compare_models
 from moejob_trainer.model_check.reference import AdaptedWeights, ReferenceModel
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,14 @@ class ModelChecks:
     engine: MegatronTrainingEngine
     layout: Layout
     node: int
+    # Of a check before the first step; that of an export is part of a longer work.
+    report_share: ShareReport = ignore_share
 
     def check_import(self, folder: Path) -> None:
         """Refuse imported weights that compute something other than Transformers makes of the files."""
         # A function and no model: only the ranks that compare read the files.
-        if report := compare_models(self.engine, self.layout, self.node, lambda: self._make_reference(folder)):
+        make_reference = partial(self._make_reference, folder, self.report_share)
+        if report := compare_models(self.engine, self.layout, self.node, make_reference):
             raise unusable_checkpoint(
                 f"{folder} {report}; do not train it: use another model, or report its config.json"
             )
@@ -51,8 +56,8 @@ class ModelChecks:
         if report := compare_models(self.engine, self.layout, self.node, make_reference):
             raise BadConfiguration(f"{folder} {report}; do not use it: what was trained is in the last checkpoint")
 
-    def _make_reference(self, folder: Path) -> ReferenceModel:
-        return ReferenceModel(open_tensor_source(folder), folder, self._compute_dtype)
+    def _make_reference(self, folder: Path, report_share: ShareReport = ignore_share) -> ReferenceModel:
+        return ReferenceModel(open_tensor_source(folder), folder, self._compute_dtype, report_share)
 
     @property
     def _compute_dtype(self) -> torch.dtype:

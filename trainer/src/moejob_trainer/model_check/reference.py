@@ -27,12 +27,19 @@ from moejob_trainer.conversion.adapters import WEIGHTS_FILE, adapter_pair_names
 from moejob_trainer.conversion.checkpoint import StoredTensor, unusable_checkpoint
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.model.parameters import Slices
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 
 
 class ReferenceModel:
-    """Transformers' model of some weights. `config_folder` holds their config.json."""
+    """Transformers' model of some weights. `config_folder` holds their config.json; computed layers are reported."""
 
-    def __init__(self, weights: TensorSource, config_folder: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: TensorSource,
+        config_folder: Path,
+        dtype: torch.dtype,
+        report_share: ShareReport = ignore_share,
+    ) -> None:
         disable_progress_bar()
         config = AutoConfig.from_pretrained(config_folder)
         # The source of weights has dequantized them.
@@ -42,6 +49,7 @@ class ReferenceModel:
                 config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
             )
         self.weights, self.model, self.dtype = weights, model.eval(), dtype
+        self._report_share = report_share
         self._base: Any = model.base_model
         # Rotary tables come from the config, no file has them: make them on a real device.
         rotary: Any = type(self._base.rotary_emb)
@@ -70,6 +78,7 @@ class ReferenceModel:
                     self._explain_mismatch(f"layer {index}"),
                 ):
                     outputs[index] = forward(inputs[index].to(self.dtype)[None], *arguments, **named)[0]
+                self._report_share(len(outputs), len(inputs))
             return hidden
 
         with ExitStack() as stack:

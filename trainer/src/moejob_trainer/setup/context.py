@@ -21,6 +21,7 @@ from moejob_trainer.megatron.training_engine import TrainingPlacement
 from moejob_trainer.runtime.devices import new_control_group, start_device
 from moejob_trainer.runtime.disk import explain_failure
 from moejob_trainer.runtime.environment import RankEnvironment
+from moejob_trainer.runtime.heartbeats import Heartbeat
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class RankContext:
     environment: RankEnvironment
     layout: Layout
     placement: TrainingPlacement
+    heartbeat: Heartbeat
 
     @property
     def spec(self) -> Spec:
@@ -71,7 +73,7 @@ class RankContext:
 
 
 @contextmanager
-def join_ranks(environment: RankEnvironment) -> Iterator[RankContext]:
+def join_ranks(environment: RankEnvironment, heartbeat: Heartbeat) -> Iterator[RankContext]:
     """Join the ranks of the run, and leave them at the end."""
     device = start_device(environment)
     if device.type == "cpu":
@@ -79,5 +81,5 @@ def join_ranks(environment: RankEnvironment) -> Iterator[RankContext]:
         use_cpu()
     sizes = derive_layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes, environment.spec.moe.dispatcher)
-    yield RankContext(environment, sizes, TrainingPlacement(groups, device, new_control_group()))
+    yield RankContext(environment, sizes, TrainingPlacement(groups, device, new_control_group()), heartbeat)
     dist.destroy_process_group()

@@ -40,7 +40,13 @@ def load_data(context: RankContext, model: RunModel) -> RunData:
     """Load the data; the first rank tokenizes data sets that are not on the volume yet, for all ranks."""
     data, spec = context.spec.data, context.spec
     pins = HubPins(context.environment.folder)
-    recipe = EncodingRecipe(model.pretrained.located, data, vocabulary=model.architecture.shape.vocabulary, pins=pins)
+    recipe = EncodingRecipe(
+        model.pretrained.located,
+        data,
+        vocabulary=model.architecture.shape.vocabulary,
+        pins=pins,
+        report_share=context.heartbeat.report_share,
+    )
     folder = context.environment.folder / FOLDER
     folder_names = context.on_first_rank(
         lambda: tuple(

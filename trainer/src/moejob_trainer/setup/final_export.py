@@ -33,7 +33,8 @@ def export_finished_model(
     groups, lora = context.placement.model_groups, context.spec.training.lora
     with explain_failure("exporting", folder):
         if lora is None:
-            target = ExportTarget(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
+            dtype = getattr(torch, context.spec.model.dtype.value)
+            target = ExportTarget(folder, pretrained, dtype, report_share=context.heartbeat.report_share)
             export_weights(whole_weights(engine.stages), model.table, groups, target, checks.check_export)
             if context.spec.checkpoint.export_megatron:
                 _export_for_megatron(context)

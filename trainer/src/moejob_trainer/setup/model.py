@@ -64,7 +64,7 @@ def _fetch_model(environment: RankEnvironment) -> Path:
     if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is ResumeMode.RUN:
         # The place in the data and the base of adapters belong to the Hub commits that the other run has used.
         HubPins(folder).inherit_pins(folder_of_run(resume_folder(spec.checkpoint.resume_from, folder)))
-    return fetch_model(spec.model, folder)
+    return fetch_model(spec.model, folder, report_share=context.heartbeat.report_share)
 
 
 def _write_export_inputs(environment: RankEnvironment, pretrained: Path, shape: ModelShape) -> None:

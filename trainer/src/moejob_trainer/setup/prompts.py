@@ -36,7 +36,11 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
         raise ValueError("only GRPO has prompts")
     pins = HubPins(context.environment.folder)
     recipe = EncodingRecipe(
-        model.pretrained.located, spec.data, vocabulary=model.architecture.shape.vocabulary, pins=pins
+        model.pretrained.located,
+        spec.data,
+        vocabulary=model.architecture.shape.vocabulary,
+        pins=pins,
+        report_share=context.heartbeat.report_share,
     )
     # maxLength bounds prompt and answer together: 4096 - 1024 leaves 3072 tokens for a prompt.
     most_tokens = spec.data.max_length - spec.grpo.max_new_tokens

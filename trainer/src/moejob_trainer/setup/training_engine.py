@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moejob_api.contract.pods import RunPhase
 from moejob_api.derived import has_reference, uses_megatron_models
 from moejob_api.job.job import Spec
 from moejob_api.layout.sizes import Layout
@@ -32,7 +33,9 @@ def build_training_engine(
     if awaits_checkpoint:
         forget_weights(stages)
     elif model.pretrained.has_weights:
-        load_pretrained(stages, open_published_checkpoint(model.pretrained.folder, model.table), context.groups)
+        context.heartbeat.enter_phase(RunPhase.RESTORING)
+        published = open_published_checkpoint(model.pretrained.folder, model.table)
+        load_pretrained(stages, published, context.groups, context.heartbeat.report_share)
     else:
         initialise_weights(stages, model.table.parameters, context.groups, spec.training.seed)
     if spec.training.lora is not None:
