@@ -135,9 +135,7 @@ def download_model(
     return folder
 
 
-def _fetch_snapshot(
-    download: _HubDownload, pinned: PinnedRepository | None, pins: HubPins
-) -> Path:
+def _fetch_snapshot(download: _HubDownload, pinned: PinnedRepository | None, pins: HubPins) -> Path:
     name, left_out = download.name, download.left_out
     cache = pins.run_folder.parent / "hub"
     if pinned is not None and (snapshot := _find_local_snapshot(pinned, cache, left_out)) is not None:
@@ -146,9 +144,7 @@ def _fetch_snapshot(
         wanted_revision, ignored = pinned.commit if pinned else download.revision, [*left_out] or None
         bars = reporting_bars(download.report_share)
         folder = Path(
-            snapshot_download(
-                name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored, tqdm_class=bars
-            )
+            snapshot_download(name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored, tqdm_class=bars)
         )
         # Sync before the run is bound to these files: they must not be empty after a loss of power.
         sync_tree(Disk(), folder.parents[1])

@@ -25,6 +25,7 @@ from moejob_trainer.model.pretrained import PretrainedModel, fetch_model, read_p
 from moejob_trainer.rollouts.engine_model import lay_out_model
 from moejob_trainer.runtime.disk import Disk, replace_file
 from moejob_trainer.runtime.environment import RankEnvironment
+from moejob_trainer.runtime.heartbeats import ShareReport
 from moejob_trainer.runtime.megatron_process import require_convertible
 from moejob_trainer.setup.context import RankContext
 
@@ -42,7 +43,7 @@ def load_model(context: RankContext) -> RunModel:
     """Fetch the model's files once for all ranks, and check that the job can train it."""
     spec = context.spec
     # The first rank downloads and writes files, for all ranks share the volume.
-    folder = context.on_first_rank(lambda: str(_fetch_model(context.environment)), TEXT)
+    folder = context.on_first_rank(lambda: str(_fetch_model(context.environment, context.heartbeat.report_share)), TEXT)
     pretrained = read_pretrained(Path(folder), spec.model)
     origin = f"{folder}/config.json"
     # The plan was checked before the start, unless the model could not be read there. Check it first: all that is
@@ -59,12 +60,12 @@ def load_model(context: RankContext) -> RunModel:
     return RunModel(model, pretrained, build_tensor_table(model.shape))
 
 
-def _fetch_model(environment: RankEnvironment) -> Path:
+def _fetch_model(environment: RankEnvironment, report_share: ShareReport) -> Path:
     spec, folder = environment.spec, environment.folder
     if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is ResumeMode.RUN:
         # The place in the data and the base of adapters belong to the Hub commits that the other run has used.
         HubPins(folder).inherit_pins(folder_of_run(resume_folder(spec.checkpoint.resume_from, folder)))
-    return fetch_model(spec.model, folder, report_share=context.heartbeat.report_share)
+    return fetch_model(spec.model, folder, report_share=report_share)
 
 
 def _write_export_inputs(environment: RankEnvironment, pretrained: Path, shape: ModelShape) -> None:
