@@ -23,6 +23,7 @@ _MODULES = (
     "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.router",
+    "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
 
