@@ -25,7 +25,7 @@ def test_a_copy_holds_the_state_of_its_beginning(is_locked: bool) -> None:
         PlainNumbers(torch.ones(3, device=gpu)),
     ]
     copies = StateCopies(gpu)
-    with patch.object(CopyMemory, "lock", CopyMemory.lock_blocks if is_locked else lambda _: None):
+    with patch.object(CopyMemory, "lock_blocks", CopyMemory.lock_blocks if is_locked else lambda _: None):
         copies.prepare_memory(values)
         copies.wait_for_memory()
     made = copies.start_copy(values).make_copies()
