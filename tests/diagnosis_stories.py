@@ -148,6 +148,18 @@ STORIES: tuple[Story, ...] = (
         "parallelism needs 12 GPUs, which gpusPerNode 8 does not divide",
     ),
     Story(
+        "a job names a profile that does not exist",
+        job(
+            running=("ProfileMissing", "team has no MoETrainingProfile h100"),
+            conditions=(
+                condition("Accepted", "False", "Profile", "spec.profile: team has no MoETrainingProfile h100"),
+            ),
+        ),
+        (),
+        Blocker.PROFILE_MISSING,
+        "team has no MoETrainingProfile h100",
+    ),
+    Story(
         "a job is suspended",
         job("Suspended", ("SuspendRequested", "x"), conditions=(condition("Suspended", "True", "SuspendRequested"),)),
         (),

@@ -15,6 +15,8 @@ from typing import Any
 
 from moejob_api.contract.pods import Label, PodProgress, PodRole
 from moejob_api.job.status import Status
+from moejob_api.profiles.fields import ProfileKind
+from moejob_api.profiles.reading import TrainingProfile, read_profile_body
 from moejob_operator.actions import Event, Kind, Manifest, ObjectReference
 from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameInTheWay, Raw, Retryable
 from moejob_operator.observed import is_as_made
@@ -54,6 +56,7 @@ class FakeCluster:
     faults: list[Exception] = field(default_factory=list)
     # What pods were given to end, by their names.
     graces: dict[str, int | None] = field(default_factory=dict)
+    profiles: dict[tuple[ProfileKind, str], Body] = field(default_factory=dict)
     # UIDs of what the operator created.
     made: set[str] = field(default_factory=set)
     lists: int = 0
@@ -67,6 +70,12 @@ class FakeCluster:
         self._raise_fault()
         body = self._view.get((Kind.JOB, key.namespace, key.name))
         return copy.deepcopy(body)
+
+    async def find_profile(self, namespace: str, name: str) -> TrainingProfile | None:
+        self._raise_fault()
+        assert namespace == NAMESPACE
+        bodies = ((kind, self.profiles.get((kind, name))) for kind in ProfileKind)
+        return next((read_profile_body(body, kind) for kind, body in bodies if body is not None), None)
 
     async def list_children(self, key: JobKey, *, live: bool) -> Children:
         self._raise_fault()
@@ -153,6 +162,19 @@ class FakeCluster:
 
     def controllers_act(self) -> None:
         """Garbage is collected and claims are bound at once: nothing is left to do."""
+
+    def give_profile(self, kind: ProfileKind, name: str, spec: Mapping[str, Any]) -> None:
+        """kubectl apply of a profile."""
+        before = self.profiles.get((kind, name))
+        self.versions += 1
+        metadata = {"name": name, "uid": f"uid-{self.versions}", "generation": 1}
+        if before is not None:
+            metadata = before["metadata"] | {"generation": before["metadata"]["generation"] + 1}
+        self.profiles[kind, name] = {"metadata": metadata, "spec": copy.deepcopy(dict(spec))}
+
+    def delete_profile(self, kind: ProfileKind, name: str) -> None:
+        """kubectl delete of a profile."""
+        del self.profiles[kind, name]
 
     def deny_pods(self, message: str | None) -> None:
         """A quota denies pods, in these words; None: no longer."""

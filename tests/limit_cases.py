@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from moejob_api.profiles.fields import PROFILED_FIELDS
+
 ALLOWED: dict[str, Any] = {
     "serviceAccounts": ["trainer"],
     "images": ["registry.example.com/ml/*", "registry.example.com/other/trainer:1"],
@@ -36,6 +38,16 @@ class LimitCase:
     sections: dict[str, Any] = field(default_factory=dict)
     path: str = ""
     says: str = ""
+
+    def split_by_profile(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a profile can give of the sections, and what only a job can."""
+        profile: dict[str, Any] = {}
+        job: dict[str, Any] = {}
+        for section, fields in self.sections.items():
+            for name, value in fields.items():
+                holder = profile if name in PROFILED_FIELDS.get(section, ()) else job
+                holder.setdefault(section, {})[name] = value
+        return profile, job
 
 
 def _pods(case: str, path: str = "", says: str = "", **resources: Any) -> LimitCase:

@@ -16,6 +16,7 @@ import pytest
 from fake_world import World
 from moejob_api.contract.pods import ExitCode, PodOutcome, PodRole, RankFault, TerminationMessage
 from moejob_api.job.status import ConditionType, Status
+from moejob_api.profiles.fields import ProfileKind
 
 Verb = Callable[[World], None]
 
@@ -131,6 +132,32 @@ def all_pods_end(code: int, outcome: PodOutcome | None = None, **said: Any) -> V
     return lambda world: world.end_all_pods(
         code, None if outcome is None else TerminationMessage(outcome=outcome, **said)
     )
+
+
+def profile_given(image: str, *, cluster_wide: bool = False, **resources: Any) -> Verb:
+    """Someone creates or changes the profile `shared`."""
+    kind = ProfileKind.CLUSTER if cluster_wide else ProfileKind.NAMESPACED
+    spec = {"resources": {"image": image, **resources}, "podTemplate": {"trainer": _SIDECAR}}
+    return lambda world: world.cluster.give_profile(kind, "shared", spec)
+
+
+def profile_deleted(world: World) -> None:
+    """Someone deletes the profile `shared` of the namespace."""
+    world.cluster.delete_profile(ProfileKind.NAMESPACED, "shared")
+
+
+def pods_have_image(image: str) -> Verb:
+    """Each trainer pod has an image, and the sidecar of the profile; nothing happens."""
+
+    def check_pods(world: World) -> None:
+        for pod in world.cluster.pods(PodRole.TRAINER):
+            assert pod["spec"]["containers"][0]["image"] == image
+            assert [beside["name"] for beside in pod["spec"]["initContainers"]] == ["logs"]
+
+    return check_pods
+
+
+_SIDECAR = {"spec": {"containers": [{"name": "logs", "image": "logs:1"}]}}
 
 
 def all_at_once(*verbs: Verb) -> Verb:
@@ -1020,5 +1047,53 @@ SCENARIOS: tuple[Scenario, ...] = (
         (pod_ends(1, 0), Expected("Running", FOUR)),
         (pod_ends(2, 1), Expected("Restarting", "1-0 1-1 1-2 1-3", attempt=1, spent=1)),
         **MANY,
+    ),
+    scenario(
+        "a job waits for its profile, and keeps the values with which it was accepted",
+        (nothing_happens, Expected("Pending", "", why="ProfileMissing", says="no MoETrainingProfile shared")),
+        (all_at_once(profile_given("first:1"), time_passes(30)), Expected("Pending", BOTH, why="Starting")),
+        (all_at_once(profile_given("second:1"), pods_run, pods_have_image("first:1")), Expected("Running", BOTH)),
+        (pod_ends(0, 1), Expected("Restarting", "1-0 1-1", attempt=1)),
+        (all_at_once(pods_have_image("first:1"), profile_deleted), Expected("Restarting", "1-0 1-1")),
+        (lifecycle_patched(suspend=True), Expected("Suspended", "", attempt=2)),
+        (lifecycle_patched(suspend=False), Expected("Pending", "2-0 2-1", attempt=2)),
+        (all_at_once(pods_have_image("first:1"), pods_run), Expected("Running", "2-0 2-1")),
+        profile="shared",
+    ),
+    scenario(
+        "a job that is suspended from the beginning has its profile from when it was accepted",
+        (nothing_happens, Expected("Suspended", "")),
+        (profile_given("first:1"), Expected("Suspended", "")),
+        (profile_given("second:1"), Expected("Suspended", "")),
+        (lifecycle_patched(suspend=False), Expected("Pending", BOTH)),
+        (all_at_once(pods_have_image("first:1"), pods_run), Expected("Running", BOTH)),
+        profile="shared",
+        lifecycle={"suspend": True},
+    ),
+    scenario(
+        "a job that its profile makes impossible is accepted when the profile is corrected",
+        (
+            all_at_once(profile_given("first:1", gpuType="GB200"), time_passes(30)),
+            Expected("Pending", "", why="Invalid"),
+        ),
+        (all_at_once(profile_given("second:1"), time_passes(30)), Expected("Pending", BOTH, why="Starting")),
+        (pods_have_image("second:1"), Expected("Pending", BOTH)),
+        profile="shared",
+    ),
+    scenario(
+        "a profile of the namespace hides that of the cluster",
+        (
+            all_at_once(profile_given("far:1", cluster_wide=True), profile_given("near:1"), time_passes(30)),
+            Expected("Pending", BOTH),
+        ),
+        (pods_have_image("near:1"), Expected("Pending", BOTH)),
+        profile="shared",
+    ),
+    scenario(
+        "a job with an image of its own takes the rest from the profile of the cluster",
+        (all_at_once(profile_given("far:1", cluster_wide=True), time_passes(30)), Expected("Pending", BOTH)),
+        (pods_have_image("own:1"), Expected("Pending", BOTH)),
+        profile="shared",
+        resources={"image": "own:1"},
     ),
 )

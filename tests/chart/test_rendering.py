@@ -15,7 +15,7 @@ from moejob_api.pod_template.in_cel import template_variables_cel
 from moejob_operator.reachable import CLOSED_PORT, OPEN_PORT
 
 ROOT = Path(__file__).parents[2]
-GENERATED = ROOT / "crds" / "moetrainingjobs.yaml"
+GENERATED = (ROOT / "crds" / "moetrainingjobs.yaml", ROOT / "crds" / "moetrainingprofiles.yaml")
 RULES = ROOT / "crds" / "rules.yaml"
 CLUSTER_SCOPED = {
     *{"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration"},
@@ -119,11 +119,13 @@ def test_an_image_is_registry_name_and_version(helm: Helm, images: Values, expec
 def test_the_definition_is_the_generated_one_and_part_of_the_release(
     helm: Helm, keep: bool, policy: str | None
 ) -> None:
-    found = helm.render({"crd": {"keep": keep}}).find_one("CustomResourceDefinition")
-    generated = yaml.load(GENERATED.read_text(), yaml.CSafeLoader)
-    assert found["spec"] == generated["spec"]
-    assert found["metadata"]["name"] == generated["metadata"]["name"]
-    assert found["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == policy
+    rendered = helm.render({"crd": {"keep": keep}})
+    generated = [found for file in GENERATED for found in yaml.load_all(file.read_text(), yaml.CSafeLoader)]
+    assert len(generated) == len(rendered.find_all("CustomResourceDefinition")) == 3
+    for expected in generated:
+        found = rendered.find_one("CustomResourceDefinition", expected["metadata"]["name"])
+        assert found["spec"] == expected["spec"]
+        assert found["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == policy
     assert not (CHART / "crds").exists(), "Helm never upgrades what is in crds/"
 
 
@@ -156,13 +158,13 @@ def operator_roles(rendered: RenderedChart) -> list[Object]:
     return [role for role in rendered.find_all("Role") if "helm.sh/hook" not in role["metadata"].get("annotations", {})]
 
 
-def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_beyond(helm: Helm) -> None:
+def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_and_profiles_beyond(helm: Helm) -> None:
     rendered = helm.render({"namespaces": ["team-a", "team-b"], **CERT_MANAGER})
     for namespace in ("team-a", "team-b"):
         [role] = [role for role in operator_roles(rendered) if role["metadata"]["namespace"] == namespace]
         assert {"moetrainingjobs", "pods"} <= resources(role)
     beyond = rendered.find_one("ClusterRole", f"moejob-operator-{NAMESPACE}")
-    assert resources(beyond) == {"nodes"}
+    assert resources(beyond) == {"nodes", "clustermoetrainingprofiles"}
     [selected] = rendered.find_one("ValidatingWebhookConfiguration")["webhooks"][0]["namespaceSelector"][
         "matchExpressions"
     ]
@@ -235,7 +237,7 @@ def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Val
     expressions = {validation["expression"] for validation in spec["validations"]}
     [served] = [expression for expression in expressions if "request.namespace" in expression]
     assert f'["kube-*","{NAMESPACE}"]' in served
-    queue = {"has(object.spec.lifecycle.queue)"} if limits.get("requireQueue") else set()
+    queue = {"has(object.spec.lifecycle.queue) || has(object.spec.profile)"} if limits.get("requireQueue") else set()
     assert expressions == {f"variables.{name}.size() == 0" for name in checked} | {served} | queue
 
 

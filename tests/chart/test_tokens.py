@@ -22,6 +22,7 @@ SOME = {"namespaces": ["team-a", "team-b"], "webhook": {"certificates": "CertMan
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 READING = {"get", "list", "watch"}
 JOBS, STATUS, WEBHOOKS = "moetrainingjobs", "moetrainingjobs/status", "validatingwebhookconfigurations"
+PROFILES, CLUSTER_PROFILES = "moetrainingprofiles", "clustermoetrainingprofiles"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,9 @@ def reads_one_secret_and_no_role(chart: Chart) -> bool:
     is_of_roles = {right.resource for right in operators(chart)} & {
         f"{scope}role{kind}" for scope in ("", "cluster") for kind in ("s", "bindings")
     }
-    nodes = {right.verb for right in operators(chart) if right.resource == "nodes"}
-    served = {right.namespace for right in rights(chart.somewhere, ACCOUNT) if right.resource != "nodes"}
+    beyond = {"nodes", CLUSTER_PROFILES}
+    nodes = {right.verb for right in operators(chart) if right.resource in {*beyond, PROFILES}}
+    served = {right.namespace for right in rights(chart.somewhere, ACCOUNT) if right.resource not in beyond}
     return (
         {(right.namespace, right.name) for right in secrets} == {(NAMESPACE, "moejob-webhook-certificate")}
         and not is_of_roles
@@ -126,20 +128,22 @@ def reads_one_secret_and_no_role(chart: Chart) -> bool:
 
 def edits_jobs(chart: Chart) -> bool:
     found = set(of_role(user_role(chart, "edit")))
-    return may(found, JOBS, {"create", "update", "patch", "delete"})
+    return all(may(found, resource, {"create", "update", "patch", "delete"}) for resource in (JOBS, PROFILES))
 
 
 def edits_no_status(chart: Chart) -> bool:
-    return {right.resource for right in of_role(user_role(chart, "edit"))} == {JOBS}
+    return {right.resource for right in of_role(user_role(chart, "edit"))} == {JOBS, PROFILES}
 
 
 def views_jobs(chart: Chart) -> bool:
-    return may(set(of_role(user_role(chart, "view"))), JOBS, READING)
+    found = set(of_role(user_role(chart, "view")))
+    return all(may(found, resource, READING) for resource in (JOBS, PROFILES))
 
 
 def views_alone(chart: Chart) -> bool:
     found = set(of_role(user_role(chart, "view")))
-    return {right.resource for right in found} == {JOBS, STATUS} and {right.verb for right in found} == READING
+    resources = {JOBS, STATUS, PROFILES, CLUSTER_PROFILES}
+    return {right.resource for right in found} == resources and {right.verb for right in found} == READING
 
 
 def alone_writes_status(chart: Chart) -> bool:
@@ -198,13 +202,15 @@ SAID: dict[tuple[str, int], dict[str, Check | None]] = {
     },
     ("the operator", 2): {
         "Read a Secret but its certificate by a request, change roles, act in namespaces that it does not serve; "
-        "`nodes` it only reads": reads_one_secret_and_no_role
+        "`nodes` and profiles it only reads": reads_one_secret_and_no_role
     },
-    ("a user with the role `edit`", 1): {"Create, change and delete jobs there": edits_jobs},
+    ("a user with the role `edit`", 1): {"Create, change and delete jobs and profiles there": edits_jobs},
     ("a user with the role `edit`", 2): {"Write a status": edits_no_status},
     ("a user who may only create jobs", 1): {"The same": None},
     ("a user who may only create jobs", 2): {"Read logs, pods or Secrets by a request": None},
-    ("a user with the role `view`", 1): {"Read jobs, the values in `resources.env` among them": views_jobs},
+    ("a user with the role `view`", 1): {
+        "Read jobs and profiles, the values in `resources.env` among them": views_jobs
+    },
     ("a user with the role `view`", 2): {"Read Secrets, change anything": views_alone},
     ("a user who may write `moetrainingjobs/status`", 1): {
         "Make the operator skip the check of a job, change its count of attempts or end it; no role of the chart has "

@@ -65,6 +65,42 @@ def test_a_plan_counts_engines_and_what_they_run_on(example: str, said: str) -> 
     assert f"  rollout  {said}\n" in moejob("plan", str(EXAMPLES / f"{example}.yaml")).stdout
 
 
+PROFILE = """
+apiVersion: moejob.dev/v1beta1
+kind: ClusterMoETrainingProfile
+metadata: {name: h100}
+spec:
+  resources: {image: "registry.example.com/trainer:1", nodeSelector: {pool: h100}, gpusPerNode: 4}
+  lifecycle: {queue: research}
+"""
+
+
+def test_a_plan_with_a_profile_shows_what_the_job_has_from_it_and_plans_the_merged_job(tmp_path: Path) -> None:
+    profile = tmp_path / "h100.yaml"
+    profile.write_text(PROFILE)
+    names_it = ("plan", str(ACCEPTED), "--set", "profile=h100")
+    assert "  without profile h100: give its file with --profile\n" in moejob(*names_it).stdout
+    answer = moejob(*names_it, "--profile", str(profile), "--set", "resources.image=own:1")
+    assert "  from ClusterMoETrainingProfile h100:\n" in answer.stdout
+    assert '    resources.nodeSelector: {"pool": "h100"}\n' in answer.stdout
+    assert '    lifecycle.queue: "research"\n' in answer.stdout
+    assert "resources.image" not in answer.stdout
+    assert "16 GPUs on 4 nodes, 4 in each pod" in answer.stdout
+    document = json.loads(moejob(*names_it, "--profile", str(profile), "-o", "json").stdout)
+    assert document["profile"]["values"]["lifecycle"] == {"queue": "research"}
+    [pod] = yaml.safe_load_all(moejob(*names_it, "--profile", str(profile), "--pods").stdout)
+    assert pod["spec"]["nodeSelector"] == {"pool": "h100"}
+    assert pod["spec"]["containers"][0]["image"] == "registry.example.com/trainer:1"
+
+
+def test_a_profile_that_the_job_does_not_name_is_refused(tmp_path: Path) -> None:
+    profile = tmp_path / "h100.yaml"
+    profile.write_text(PROFILE)
+    answer = moejob("plan", str(ACCEPTED), "--set", "profile=b200", "--profile", str(profile))
+    assert answer.returncode != 0
+    assert "the job names the profile b200, and the file holds h100" in answer.stderr
+
+
 def test_a_plan_says_what_pods_request_and_which_driver_nodes_need() -> None:
     file = str(EXAMPLES / "qwen3-30b-grpo-async-8gpu.yaml")
     removals = ("--set", "resources.memory=", "--set", "resources.cpu=")

@@ -11,8 +11,12 @@ from builders import SFT, merge_sections
 from fake_world import KEY, World
 from limit_cases import ALLOWED, BEYOND, OPEN_KEYS, RESERVED_BY_DEFAULT, WAYS_ROUND, LimitCase
 from moejob_api.job.status import ConditionType, Phase
+from moejob_api.profiles.fields import ProfileKind
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_api.rules.limits import JobLimits
+from moejob_operator.admission.profiled_jobs import merge_review
 from moejob_operator.admission.review import review_job
+from moejob_operator.children.gangs import GangApi
 from moejob_operator.validation import Validator, validate_spec
 
 LIMITS = JobLimits.model_validate(ALLOWED)
@@ -60,6 +64,49 @@ def test_the_webhook_denies_a_job_beyond_a_limit_by_the_field_that_goes_beyond(
     validation = review_job("CREATE", None, body(**case.sections), limits)
     assert case.says in validation.refusal_text
     assert case.path in {problem.path for problem in validation.problems}
+
+
+# The same names, in a profile of either kind where a profile can hold them.
+PROFILED = [case for case in REFUSALS if isinstance(case.values[1], LimitCase) and case.values[1].split_by_profile()[0]]
+
+
+def test_most_ways_past_a_limit_are_tried_by_a_profile_too() -> None:
+    assert len(PROFILED) > 0.9 * len(REFUSALS)
+
+
+@pytest.mark.parametrize("kind", ProfileKind)
+@pytest.mark.parametrize(("limits", "case"), PROFILED)
+def test_a_profile_is_no_way_round_a_limit(kind: ProfileKind, limits: JobLimits, case: LimitCase) -> None:
+    profile, sections = case.split_by_profile()
+    world = World(validator=Validator(partial(validate_spec, limits=limits), limits))
+    world.cluster.give_profile(kind, "beyond", profile)
+    world.apply(profile="beyond", **sections)
+    world.settle()
+    assert world.condition(ConditionType.ACCEPTED) == "False Limit"
+    assert case.says in world.message(ConditionType.ACCEPTED)
+    assert [name for name, _, _ in world.cluster.objects if name != "MoETrainingJob"] == []
+    assert world.status.profile is None
+
+
+@pytest.mark.parametrize(("limits", "case"), PROFILED)
+def test_the_webhook_denies_a_job_that_its_profile_leads_beyond_a_limit(limits: JobLimits, case: LimitCase) -> None:
+    profile, sections = case.split_by_profile()
+    found = TrainingProfile(ProfileKind.CLUSTER, "beyond", profile)
+    merged = merge_review(None, body(profile="beyond", **sections), lambda *_: found)
+    validation = review_job("CREATE", merged.old, merged.new, limits)
+    assert case.says in validation.refusal_text
+    assert case.path in {problem.path for problem in validation.problems}
+
+
+def test_a_profile_gives_the_queue_that_each_job_has_to_name() -> None:
+    limits = JobLimits(require_queue=True)
+    world = World(
+        validator=Validator(partial(validate_spec, limits=limits), limits), gang_apis=frozenset({GangApi.KUEUE})
+    )
+    world.cluster.give_profile(ProfileKind.NAMESPACED, "queued", {"lifecycle": {"queue": "team"}})
+    world.apply(profile="queued")
+    world.settle()
+    assert world.condition(ConditionType.ACCEPTED) == "True Accepted"
 
 
 def test_webhook_and_reconciler_refuse_a_job_in_a_namespace_that_is_not_served() -> None:

@@ -10,7 +10,7 @@ from fake_world import World
 from moejob_api.contract.pods import ExitCode, PodOutcome, RunProgress, TerminationMessage
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.children.gangs import GangApi
-from scenarios import SCENARIOS, Scenario, play_scenario
+from scenarios import SCENARIOS, Scenario, Verb, play_scenario, pods_have_image, profile_deleted, profile_given
 
 EVERY = pytest.mark.parametrize("scenario", [pytest.param(found, id=found.id) for found in SCENARIOS])
 
@@ -63,3 +63,41 @@ def test_what_pods_saved_while_they_were_stopped_is_told() -> None:
     assert world.message(ConditionType.CHECKPOINTED) == "step 7 is saved"
     assert world.status.progress is not None
     assert world.status.progress.step == 7
+
+
+@pytest.mark.parametrize("change", [profile_given("second:1"), profile_deleted], ids=["changed", "deleted"])
+def test_a_profile_that_changes_when_the_operator_crashes_makes_no_gang_of_two_minds(change: Verb) -> None:
+    """Whichever values the job was accepted with, all of its pods have them, those of later attempts too."""
+
+    def live_until(crash_at: int | None) -> World:
+        world = World()
+        profile_given("first:1")(world)
+        world.cluster.crash_at = crash_at
+        world.apply(profile="shared")
+        while crash_at is not None and not world.crashes:
+            world.reconcile()
+        if crash_at is not None:
+            change(world)
+        world.settle()
+        return world
+
+    for crash_at in range(live_until(None).cluster.halves):
+        world = live_until(crash_at)
+        recorded = world.status.profile
+        if recorded is None:
+            assert (world.pod_names(), world.condition(ConditionType.RUNNING)) == ([], "False ProfileMissing")
+            continue
+        world.end_pod(0, 1)
+        world.settle()
+        assert world.pod_names() == ["1-0", "1-1"]
+        pods_have_image(recorded.values["resources"]["image"])(world)
+
+
+def test_a_job_of_an_operator_from_before_profiles_goes_on() -> None:
+    world = World()
+    world.apply()
+    world.settle()
+    assert "profile" not in world.job["status"]
+    world.run()
+    world.settle()
+    assert (world.status.phase, world.status.profile) == (Phase.RUNNING, None)

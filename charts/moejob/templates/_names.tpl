@@ -55,6 +55,9 @@ app.kubernetes.io/component: operator
 - apiGroups: [moejob.dev]
   resources: [moetrainingjobs/status]
   verbs: [update]
+- apiGroups: [moejob.dev]
+  resources: [moetrainingprofiles]
+  verbs: [get]
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete]
@@ -77,6 +80,13 @@ app.kubernetes.io/component: operator
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]
+{{- end }}
+
+{{/* No Role gives what belongs to no namespace. */}}
+{{- define "moejob.clusterProfileRules" -}}
+- apiGroups: [moejob.dev]
+  resources: [clustermoetrainingprofiles]
+  verbs: [get]
 {{- end }}
 
 {{- define "moejob.nodeRules" -}}

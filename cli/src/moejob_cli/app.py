@@ -153,6 +153,10 @@ def plan(
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
     settings: SetOption = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="FILE", help="YAML of the job's profile; its values are merged and shown."),
+    ] = None,
     gpus: GpusOption = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="List every rank, however many there are.")] = False,
     pods: Annotated[
@@ -186,6 +190,10 @@ def plan(
     auto_options = {"--write": write, "--model": model, "--gpu-type": gpu_type, "--tflops": tflops}
     auto_options |= {"--nvlink": nvlink, "--network": network}
     given_options = [name for name, value in auto_options.items() if value is not None]
+    if auto and profile is not None:
+        raise typer.BadParameter(
+            "has no meaning with --auto: write the profile's GPUs into the job", param_hint="--profile"
+        )
     if auto and pods:
         raise typer.BadParameter("has no meaning with --auto", param_hint="--pods")
     if auto:
@@ -201,7 +209,12 @@ def plan(
     else:
         from moejob_cli.inputs import plan_file
 
-        answer = plan_file(file, settings or (), gpus)
+        if profile is None:
+            answer = plan_file(file, settings or (), gpus)
+        else:
+            from moejob_cli.profiled_plans import plan_with_profile
+
+            answer = plan_with_profile(file, profile, settings or (), gpus)
         if pods and answer.plan.is_accepted:
             from moejob_cli.pods_report import pods_text
 
@@ -214,11 +227,11 @@ def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoRet
     if output is OutputFormat.TABLE:
         from moejob_cli.report import plan_report
 
-        print_report(plan_report(answer.job, answer.plan, answer.unseen, ranks))
+        print_report(plan_report(answer, ranks))
     else:
         from moejob_cli.document import plan_document
 
-        print_document(plan_document(answer.plan), output)
+        print_document(plan_document(answer.plan, answer.profile), output)
     raise typer.Exit(CommandExit.ACCEPTED if answer.plan.is_accepted else CommandExit.REFUSED)
 
 
@@ -257,7 +270,7 @@ def run(
     if not answer.plan.is_accepted or layout is None:
         from moejob_cli.report import plan_report
 
-        print_report(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
+        print_report(plan_report(answer, all_ranks=False))
         raise typer.Exit(CommandExit.REFUSED)
     from moejob_cli.running import command, display
 
@@ -499,8 +512,9 @@ def submit_job(
 
     answer = plan_file(file, settings or ())
     if follow or not answer.plan.is_accepted:
-        print_report(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
-    if not answer.plan.is_accepted:
+        print_report(plan_report(answer, all_ranks=False))
+    # With its profile, which is in the cluster, a job may be another one.
+    if not answer.plan.is_accepted and answer.job.spec.profile is None:
         raise typer.Exit(CommandExit.REFUSED)
     choice = cluster_jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
 

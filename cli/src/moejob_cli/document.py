@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ from pydantic.alias_generators import to_camel
 from moejob_api.hardware import OLDEST_DRIVER
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.job.resources import Accelerator
+from moejob_api.job.status import AppliedProfile
 from moejob_api.models.parameters import active_parameters, total_parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost.staleness import StalenessTime
@@ -19,8 +20,8 @@ from moejob_api.planner.rollout_plan import RolloutPlan, rollout_of_plan
 from moejob_api.problems import Problem
 
 
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values."""
+def plan_document(plan: Plan, profile: AppliedProfile | None = None) -> dict[str, Any]:
+    """The plan as plain JSON values, with what the job has from its profile."""
     rollout_plan = rollout_of_plan(plan)
     return {
         "accepted": plan.is_accepted,
@@ -33,6 +34,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "volume": _camel_case_fields(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
         "rollout": _camel_case_fields(asdict(plan.rollout)) if plan.rollout else None,
         "rolloutTime": _rollout_time_fields(rollout_plan) if rollout_plan else None,
+        "profile": _profile_fields(profile) if profile else None,
         "problems": _problem_fields(plan.problems),
         "warnings": _problem_fields(plan.warnings),
         "suggestions": [
@@ -44,6 +46,16 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             for suggestion in plan.suggestions
         ],
     }
+
+
+def profile_fields_by_path(profile: AppliedProfile) -> Iterator[tuple[str, Any]]:
+    """Yield each field of spec that a job has from its profile, by its path."""
+    for section, fields in profile.values.items():
+        yield from ((f"{section}.{name}", value) for name, value in fields.items())
+
+
+def _profile_fields(profile: AppliedProfile) -> dict[str, Any]:
+    return {"kind": profile.kind, "name": profile.name, "values": dict(profile.values)}
 
 
 def parallelism_fields(parallelism: Parallelism) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moejob_api.documents import read_file
 from moejob_api.job import MoETrainingJob
+from moejob_api.job.status import AppliedProfile
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import UnseenModel, model_shape
 from moejob_api.planner.plan import Plan, plan_job
@@ -14,20 +15,27 @@ from moejob_api.planner.plan import Plan, plan_job
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job and its plan; `unseen` says why the model could not be checked."""
+    """A job and its plan; `unseen` says why the model could not be checked, `profile` what the job has from one."""
 
     job: MoETrainingJob
     plan: Plan
     unseen: str | None
+    profile: AppliedProfile | None = None
 
 
 def plan_file(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
     """Return the plan of the job in a file, changed by --set."""
-    job = read_file(file, settings)
+    return plan_read_job(read_file(file, settings), available_gpus)
+
+
+def plan_read_job(
+    job: MoETrainingJob, available_gpus: int | None = None, profile: AppliedProfile | None = None
+) -> PlannedJob:
+    """Return the plan of a job that may have been merged with a profile."""
     shape = job_model_shape(job)
     if isinstance(shape, UnseenModel):
-        return PlannedJob(job, plan_job(job.spec, None, available_gpus), shape.reason)
-    return PlannedJob(job, plan_job(job.spec, shape, available_gpus), None)
+        return PlannedJob(job, plan_job(job.spec, None, available_gpus), shape.reason, profile)
+    return PlannedJob(job, plan_job(job.spec, shape, available_gpus), None, profile)
 
 
 def job_model_shape(job: MoETrainingJob) -> ModelShape | UnseenModel:

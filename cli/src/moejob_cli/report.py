@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,21 +27,34 @@ from moejob_api.planner.plan import Plan
 from moejob_api.planner.rollout_plan import rollout_of_plan
 from moejob_api.problems import Problem
 from moejob_api.quantities import quantity_bytes, readable_bytes
-from moejob_cli.document import parallelism_fields
+from moejob_cli.document import parallelism_fields, profile_fields_by_path
 from moejob_cli.local_files import unreadable_sources
 from moejob_cli.rollout_report import rollout_report
 
 if TYPE_CHECKING:
     from moejob_api.planner.suggestions import Suggestion
+    from moejob_cli.inputs import PlannedJob
 
 BAR_WIDTH = 24
 # Ranks beyond this many are summed up by stage only; --ranks lists them all.
 LISTED_RANKS = 8
 
 
-def plan_report(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> RenderableType:
+def plan_report(answer: PlannedJob, all_ranks: bool) -> RenderableType:
     """Return the whole report of `moejob plan`."""
-    return Group(*_report_sections(job, plan, unseen, all_ranks))
+    return Group(*_report_sections(answer, all_ranks))
+
+
+def _profile_lines(answer: PlannedJob) -> Iterator[RenderableType]:
+    if answer.profile is not None:
+        yield Text(
+            f"  from {answer.profile.kind} {answer.profile.name}:" + ("" if answer.profile.values else " nothing")
+        )
+        for path, value in profile_fields_by_path(answer.profile):
+            yield Text.assemble(f"    {path}: ", (json.dumps(value, ensure_ascii=False), "cyan"))
+    elif answer.job.spec.profile is not None:
+        name = answer.job.spec.profile
+        yield Text(f"  without profile {name}: give its file with --profile", style="yellow")
 
 
 def _absence_lines(job: MoETrainingJob, unseen: str | None) -> Iterator[RenderableType]:
@@ -50,9 +64,11 @@ def _absence_lines(job: MoETrainingJob, unseen: str | None) -> Iterator[Renderab
         yield Text(f"  not here: {reason}", style="yellow")
 
 
-def _report_sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
+def _report_sections(answer: PlannedJob, all_ranks: bool) -> Iterator[RenderableType]:
+    job, plan = answer.job, answer.plan
     yield _verdict_line(job, plan)
-    yield from _absence_lines(job, unseen)
+    yield from _absence_lines(job, answer.unseen)
+    yield from _profile_lines(answer)
     for problem in plan.problems:
         yield problem_line(problem, "refused", "red")
     if plan.layout is not None:

@@ -18,6 +18,7 @@ class Rule(StrEnum):
     CONFLICT = "Conflict"
     ENVIRONMENT = "Environment"
     POD_TEMPLATE = "PodTemplate"
+    PROFILE = "Profile"
     # Layout
     GPU_COUNT = "GpuCount"
     NODE_SIZE = "NodeSize"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moejob_api.contract.pods import PodProgress
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_client.errors import Conflict, Forbidden, Retryable
 from moejob_operator.actions import Event, Manifest, ObjectReference
 
@@ -66,6 +67,9 @@ class Cluster(Protocol):
 
     async def get_job(self, key: JobKey) -> Raw | None:
         """The job as it is now; None when it is gone."""
+
+    async def find_profile(self, namespace: str, name: str) -> TrainingProfile | None:
+        """The profile that a job of a namespace means by a name: the namespace's own, or else the cluster's."""
 
     async def list_children(self, key: JobKey, *, live: bool) -> Children:
         """The job's objects: from the watch cache, or listed now, as before an action that cannot be undone."""

@@ -41,7 +41,8 @@ async def job_event(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
 @kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER)
 def validate(warnings: list[str], memo: kopf.Memo, operation: str = "", **_: Any) -> None:
     """Deny a job that cannot work. Runs in a thread: a check may take a while, and a Lease is renewed in the loop."""
-    review.answer_review(operation, warnings, _get_operator(memo).limits)
+    operator = _get_operator(memo)
+    review.answer_review(operation, warnings, operator.limits, operator.find_profile)
 
 
 @kopf.on.probe(id="operator", errors=_ONCE)

@@ -5,6 +5,7 @@ Everything that waits is here, nothing is decided. The order survives a crash an
 - Actions are idempotent and follow from the status, so the next reconcile decides unfinished ones again.
 - The status is written after the actions, so it never claims an action that was not done.
 - A new attempt is counted in a reconcile that does nothing else; a later one reads the count, and only then deletes.
+  So are the values that a job takes from its profile, before anything is created of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from moejob_operator.actions import WRITE_ONLY, Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
 from moejob_operator.decide import Reconciliation, plan_reconciliation
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import Job, Observation, PodReadings, SpecCache, read_observation, with_progress
+from moejob_operator.observed import (
+    Job,
+    Observation,
+    PodReadings,
+    SpecCache,
+    named_profile,
+    needs_profile,
+    read_observation,
+    with_progress,
+)
 from moejob_operator.planning.observed_state import OperatorSetting
 from moejob_operator.planning.polling import pods_to_poll
 from moejob_operator.validation import Validator
@@ -78,7 +88,8 @@ async def reconcile_job(key: JobKey, cluster: Cluster, reconciler: Reconciler) -
 
 async def _observe_job(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reconciler: Reconciler) -> Observation:
     children = await cluster.list_children(key, live=False)
-    observation = read_observation(raw, children, reconciler.specs, reconciler.readings)
+    profile = await cluster.find_profile(key.namespace, named_profile(raw) or "") if needs_profile(raw) else None
+    observation = read_observation(raw, children, reconciler.specs, reconciler.readings, profile)
     observation = replace(
         observation,
         has_access=reconciler.access_attempts.get(key, observation.job.uid) == observation.job.status.attempt,
@@ -99,6 +110,8 @@ async def _observe_live(
     children: Children = await cluster.list_children(key, live=True)
     return replace(
         read_observation(raw, children, reconciler.specs, reconciler.readings),
+        # With the profile, which is read once in a reconcile: a decision on another one would be another decision.
+        job=observation.job,
         was_polled=observation.was_polled,
         has_access=observation.has_access,
         progress=observation.progress,

@@ -21,6 +21,7 @@ from moejob_api.models.sources import UnseenModel, model_shape
 from moejob_api.planner.plan import Plan, plan_job
 from moejob_api.planner.pod_resources import PodResources
 from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.profiles.fields import ProfileKind
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems, namespace_problems
 from moejob_operator.cluster import JobKey
 from moejob_operator.expiring_cache import ExpiringCache
@@ -87,6 +88,8 @@ class Validator:
 
     async def validate_job(self, job: Job) -> Validation:
         """Return the validation of a job."""
+        if job.missing_profile is not None:
+            return Validation((missing_profile_problem(job.missing_profile, job.namespace),))
         if job.spec is None:
             return Validation(job.problems)
         if outside := tuple(namespace_problems(job.key.namespace, self._limits)):
@@ -103,6 +106,15 @@ class Validator:
     def forget(self, key: JobKey) -> None:
         """Drop the validation of a job that is gone."""
         self._validations.forget(key)
+
+
+def missing_profile_problem(name: str, namespace: str) -> Problem:
+    """Return the problem of a job whose profile cannot be found."""
+    message = (
+        f"{namespace} has no {ProfileKind.NAMESPACED} {name}, and the cluster has no {ProfileKind.CLUSTER} of that "
+        "name; create one, and the job is accepted with it"
+    )
+    return Problem(Rule.PROFILE, "spec.profile", message)
 
 
 def _pod_problems(job_plan: Plan) -> tuple[Problem, ...]:

@@ -22,6 +22,8 @@ from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, FakeCluster, Id, OperatorCrash, format_time
 from moejob_api.contract.pods import Label, PodProgress, PodRole
+from moejob_api.profiles.fields import API_VERSION, ProfileKind
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_client.api_client import ApiClient
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.cluster import Children, JobKey, Raw
@@ -108,6 +110,9 @@ class RealCluster(FakeCluster):
 
     async def get_job(self, key: JobKey) -> Raw | None:
         return await self._server.get_job(key)
+
+    async def find_profile(self, namespace: str, name: str) -> TrainingProfile | None:
+        return await self._server.find_profile(namespace, name)
 
     async def list_children(self, key: JobKey, *, live: bool) -> Children:
         return await self._server.list_children(key, live=live)
@@ -212,6 +217,25 @@ class RealCluster(FakeCluster):
         self.plane.api.delete(f"/api/v1/nodes/{node}")
         self.lost.add(node)
         self.now += timedelta(seconds=301)
+
+    def give_profile(self, kind: ProfileKind, name: str, spec: Mapping[str, Any]) -> None:
+        self.catch_up()
+        body = {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+        path = self._profiles_path(kind)
+        if (kind, name) in self.profiles:
+            # A merge would keep fields that the new spec lacks.
+            self.plane.api.replace(f"{path}/{name}", self.plane.api.get(f"{path}/{name}") | {"spec": dict(spec)})
+        else:
+            self.plane.api.create(path, body)
+        self.profiles[kind, name] = body
+
+    def delete_profile(self, kind: ProfileKind, name: str) -> None:
+        del self.profiles[kind, name]
+        self.plane.api.delete(f"{self._profiles_path(kind)}/{name}")
+
+    def _profiles_path(self, kind: ProfileKind) -> str:
+        namespaced = "" if kind is ProfileKind.CLUSTER else f"namespaces/{self.namespace}/"
+        return f"/apis/{API_VERSION}/{namespaced}{kind.plural}"
 
     def deny_pods(self, message: str | None) -> None:
         """A real quota; the words are those of the API server."""

@@ -89,6 +89,7 @@ CHANGES: dict[str, Any] = {
     "checkpoint": {"everySteps": 10},
     "storage": {"size": "8Ti"},
     "resources": {"gpusPerNode": 4},
+    "profile": "shared",
     "podTemplate": {"trainer": {"metadata": {"labels": {"team": "a"}}}},
     "lifecycle": {"gang": "None"},
     "tracking": {"tensorboard": False},

@@ -17,6 +17,7 @@ from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.control_plane.releases import DEFINITIONS, release
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
+from moejob_api.profiles.fields import API_VERSION, ProfileKind
 from moejob_operator.children.gangs import GangApi
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -133,6 +134,7 @@ def live(home: Home) -> None:
     """Every kind of thing that can happen to jobs, once."""
     lives = Lives(home)
     suspended_and_resumed(lives)
+    with_a_profile(lives)
     failed_restarted_and_cleaned_up(lives)
     for gang in GANGS:
         lives.apply(make_job_body(f"gang-{gang.lower()}", lifecycle={"gang": gang}))
@@ -152,6 +154,19 @@ def suspended_and_resumed(lives: Lives) -> None:
     lives.apply(make_job_body("paused"))
     lives.runs("paused")
     lives.api.delete(path(lives.home.namespace, "paused"))
+
+
+def with_a_profile(lives: Lives) -> None:
+    """A job that comes before its profile looks for it in its namespace and in the cluster."""
+    lives.apply(make_job_body("profiled", profile="late"))
+    lives.reaches("profiled", lambda status: (status.get("why") or {}).get("blocker") == "ProfileMissing")
+    profiles = f"/apis/{API_VERSION}/namespaces/{lives.home.namespace}/{ProfileKind.NAMESPACED.plural}"
+    profile = {"apiVersion": API_VERSION, "kind": ProfileKind.NAMESPACED, "metadata": {"name": "late"}}
+    lives.api.create(profiles, {**profile, "spec": {"resources": {"image": "profiled:1"}}})
+    lives.runs("profiled")
+    [pod] = lives.pods("profiled")
+    assert pod["spec"]["containers"][0]["image"] == "profiled:1"
+    lives.api.delete(path(lives.home.namespace, "profiled"))
 
 
 def failed_restarted_and_cleaned_up(lives: Lives) -> None:

@@ -133,6 +133,8 @@ def _let_go(cluster: RealCluster) -> None:
     with suppress(RefusedError):
         cluster.plane.api.merge(job, {"metadata": {"finalizers": None}})
         cluster.plane.api.delete(job)
+    for kind, name in list(cluster.profiles):
+        cluster.delete_profile(kind, name)
     # Others clear away at the same time.
     for path in (f"{pod}?gracePeriodSeconds=0" for pod in pods):
         with suppress(RefusedError):

@@ -145,7 +145,7 @@ async def served(
         async def login(**_: Any) -> kopf.ConnectionInfo:
             return kopf.ConnectionInfo(server=api.url)
 
-        memo = kopf.Memo(operator=SimpleNamespace(limits=job_limits))
+        memo = kopf.Memo(operator=SimpleNamespace(limits=job_limits, find_profile=lambda *_: None))
         running = asyncio.ensure_future(
             kopf.operator(registry=registry, settings=settings, memo=memo, clusterwide=True)
         )

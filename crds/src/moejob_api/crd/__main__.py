@@ -1,7 +1,7 @@
 """Writes the API server's files to the folders of kubectl and Helm; with --check, only reports stale ones.
 
-That is the CustomResourceDefinition, the policy with the rules of jobs, and for the chart's policy of limits what each
-limit is about.
+These are the CustomResourceDefinitions of jobs and of profiles, the policy with the rules of jobs, and for the chart's
+policies of limits what each limit is about.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from moejob_api.crd.definition import crd_definition
+from moejob_api.crd.definition import crd_definition, profile_definition
 from moejob_api.crd.policy import policy_with_binding
 from moejob_api.documents.writing import yaml_text
+from moejob_api.profiles.fields import ProfileKind
 from moejob_api.rules.limits import limits_in_cel
 
 # Helm reads no file outside of its chart, so each text stands in both folders.
@@ -23,6 +24,8 @@ FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainin
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
 RULES_FILES = (Path("crds/rules.yaml"), Path("charts/moejob/files/rules.yaml"))
 _RULES_HEADER = "# Generated from crds/src/moejob_api/rules by `make generate`. Change those, not this file.\n"
+PROFILE_FILES = (Path("crds/moetrainingprofiles.yaml"), Path("charts/moejob/files/moetrainingprofiles.yaml"))
+_PROFILE_HEADER = "# Generated from crds/src/moejob_api/profiles by `make generate`. Change that, not this file.\n"
 LIMITS_FILE = Path("charts/moejob/files/limits.yaml")
 _LIMITS_HEADER = (
     "# Generated from crds/src/moejob_api/rules/limits.py by `make generate`. Change that, not this file.\n"
@@ -33,6 +36,11 @@ _SHOWN_LINES = 40
 def crd_text() -> str:
     """The definition as it should be."""
     return _HEADER + yaml_text(crd_definition())
+
+
+def profiles_text() -> str:
+    """The definitions of both kinds of profiles as they should be."""
+    return _PROFILE_HEADER + "---\n".join(yaml_text(profile_definition(kind)) for kind in ProfileKind)
 
 
 def rules_text() -> str:
@@ -51,7 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; default: the current folder")
     options = parser.parse_args(arguments)
-    texts = {FILES: crd_text(), RULES_FILES: rules_text(), (LIMITS_FILE,): limits_text()}
+    texts = {
+        FILES: crd_text(),
+        PROFILE_FILES: profiles_text(),
+        RULES_FILES: rules_text(),
+        (LIMITS_FILE,): limits_text(),
+    }
     texts_by_path = {options.root / file: text for files, text in texts.items() for file in files}
     if options.check:
         stale = [path for path, text in texts_by_path.items() if _report_stale(path, text)]

@@ -1,4 +1,4 @@
-"""The whole CustomResourceDefinition: names, columns and schema put together.
+"""The whole CustomResourceDefinitions, of jobs and of profiles: names, columns and schema put together.
 
 Rules between fields are the policy's (policy.py): the API server would check a definition's rules at every write of a
 status too.
@@ -14,6 +14,7 @@ from moejob_api.crd.immutability import immutable_sections
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
 from moejob_api.job import BETA_VERSION, GROUP, KIND, PLURAL, VERSION
 from moejob_api.job.fields import JobField, job_fields
+from moejob_api.profiles.fields import ProfileKind, profile_fields
 
 # Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
 COLUMNS = (
@@ -31,6 +32,15 @@ COLUMNS = (
     ("Restarts", "integer", ".status.restarts.total", True),
     ("Age", "date", ".metadata.creationTimestamp", False),
 )
+
+_PROFILE_COLUMNS = (
+    ("GPU", "string", ".spec.resources.gpuType", False),
+    ("GPUs of a node", "integer", ".spec.resources.gpusPerNode", False),
+    ("Queue", "string", ".spec.lifecycle.queue", False),
+    ("Image", "string", ".spec.resources.image", True),
+    ("Age", "date", ".metadata.creationTimestamp", False),
+)
+_PROFILE_NAMES = {ProfileKind.NAMESPACED: "moeprofile", ProfileKind.CLUSTER: "clustermoeprofile"}
 
 # Who wrote which field is of no use where one writer writes all of them, and keeping count of it doubles a job's size.
 _ATOMIC_MAP: Schema = {"x-kubernetes-map-type": "atomic"}
@@ -64,16 +74,65 @@ def crd_definition() -> Schema:
     }
 
 
+def profile_definition(kind: ProfileKind) -> Schema:
+    """The CustomResourceDefinition of a kind of profiles. Profiles have no status: nothing acts on one."""
+    spec = schema_of(profile_fields(), "spec")
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{kind.plural}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "names": {
+                "kind": kind.value,
+                "listKind": f"{kind}List",
+                "plural": kind.plural,
+                "singular": kind.lower(),
+                "shortNames": [_PROFILE_NAMES[kind]],
+            },
+            "scope": "Cluster" if kind is ProfileKind.CLUSTER else "Namespaced",
+            "versions": [
+                {
+                    "name": BETA_VERSION,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": _printer_columns(_PROFILE_COLUMNS),
+                    "schema": {"openAPIV3Schema": _profile_schema(kind, spec)},
+                }
+            ],
+        },
+    }
+
+
+def _profile_schema(kind: ProfileKind, spec: Schema) -> Schema:
+    where = "jobs of every namespace" if kind is ProfileKind.CLUSTER else "jobs of its namespace"
+    return {
+        "description": f"Values that {where} take by spec.profile: images, GPUs, placement, storage class, queue.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+        },
+    }
+
+
+def _printer_columns(columns: tuple[tuple[str, str, str, bool], ...]) -> list[JsonValue]:
+    return [
+        {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})
+        for name, kind, path, is_wide in columns
+    ]
+
+
 def _version_entry(name: str, job: JobField, *, is_stored: bool = False) -> Schema:
     return {
         "name": name,
         "served": True,
         "storage": is_stored,
         "subresources": {"status": {}},
-        "additionalPrinterColumns": [
-            {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})
-            for name, kind, path, is_wide in COLUMNS
-        ],
+        "additionalPrinterColumns": _printer_columns(COLUMNS),
         "schema": {"openAPIV3Schema": _root_schema(job)},
     }
 

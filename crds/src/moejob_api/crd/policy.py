@@ -93,9 +93,11 @@ def _require_no_messages(variable: str, reason: str, if_too_long: str) -> Schema
 
 
 def _rule_on_job(rule: ObjectRule, spec: JobField) -> str:
-    """The rule about `object`, where what it is on may be absent."""
+    """The rule about `object`, where what it is on may be absent, or a profile may give what it misses."""
+    # No policy can read a profile. Webhook and operator hold the merged job to each rule.
+    healed = "has(object.spec.profile) || " if rule.profile_may_heal else ""
     absent = "".join(f"!has(object.{path}) || " for path in _optional_holders(rule.on, spec))
-    return f"{absent}[object.{rule.on}].all(self, {rule.cel})"
+    return f"{healed}{absent}[object.{rule.on}].all(self, {rule.cel})"
 
 
 def _optional_holders(path: str, spec: JobField) -> Iterator[str]:

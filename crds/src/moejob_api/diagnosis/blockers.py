@@ -18,6 +18,7 @@ class Blocker(StrEnum):
     # The job itself
     OPERATOR_ABSENT = "OperatorAbsent"
     JOB_REFUSED = "JobRefused"
+    PROFILE_MISSING = "ProfileMissing"
     JOB_ENDING = "JobEnding"
     JOB_EXPIRING = "JobExpiring"
     SUSPENDED = "Suspended"
@@ -150,6 +151,12 @@ ADVICE: Mapping[Blocker, Advice] = MappingProxyType(
             _CHANGE,
             "the operator creates no pod for it",
             "create the job again with the field that the message names corrected; `moejob plan` checks it before",
+        ),
+        Blocker.PROFILE_MISSING: Advice(
+            _CHANGE,
+            "the operator looks for the profile every 30 seconds, and accepts the job when it is there",
+            "create the profile that the message names; `kubectl get moetrainingprofiles,clustermoetrainingprofiles -n "
+            "{namespace}` lists those that exist, and to name another one takes another job",
         ),
         Blocker.JOB_ENDING: Advice(
             _UNDERWAY,

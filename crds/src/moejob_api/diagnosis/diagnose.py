@@ -165,7 +165,7 @@ def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
     running = _written_condition(status, ConditionType.RUNNING)
     accepted = _written_condition(status, ConditionType.ACCEPTED)
     if accepted is not None and accepted.status is ConditionStatus.FALSE:
-        yield Finding(Blocker.JOB_REFUSED, accepted.message, api_bodies.as_time(accepted.last_transition_time))
+        yield _unaccepted_job(accepted, running)
         return
     yield from container_findings(pods)
     yield from scheduling_findings(pods, evidence.nodes, now)
@@ -179,6 +179,13 @@ def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
     if status.phase is Phase.RESTARTING and status.last_failure is not None:
         yield failure_finding(status.last_failure, is_past=True)
     yield Finding(Blocker.STARTING, "the pods of the job start", _since_of(running))
+
+
+def _unaccepted_job(accepted: Condition, running: Condition | None) -> Finding:
+    since = api_bodies.as_time(accepted.last_transition_time)
+    if running is None or running.reason != Reason.PROFILE_MISSING:
+        return Finding(Blocker.JOB_REFUSED, accepted.message, since)
+    return Finding(Blocker.PROFILE_MISSING, running.message, since)
 
 
 def _condition_findings(running: Condition, evidence: Evidence, *, has_pods: bool) -> Iterator[Finding]:

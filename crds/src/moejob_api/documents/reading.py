@@ -30,27 +30,36 @@ _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fiel
 
 def read_file(path: str | Path, settings: Sequence[str] = ()) -> MoETrainingJob:
     """The job in a YAML or JSON file, with the fields that are set beside it; `-` reads standard input."""
+    return parse_job(read_file_tree(path, settings))
+
+
+def read_file_tree(path: str | Path, settings: Sequence[str] = (), kind: str = KIND) -> dict[str, JsonValue]:
+    """The plain fields of the one object in a file, which should be of a kind; nothing checks them yet."""
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
-        return read_job(_read_content(str(path)), name, settings)
+        return _read_tree(_read_content(str(path)), name, settings, kind)
     except OSError as error:
         raise _unreadable_error(f"{name}: {_describe_os_error(error, Path(path))}") from None
 
 
 def read_job(text: bytes | str, name: str, settings: Sequence[str] = ()) -> MoETrainingJob:
     """The job in a YAML or JSON text, which messages call `name`, with settings as training.maxSteps=20 made in it."""
+    return parse_job(_read_tree(text, name, settings, KIND))
+
+
+def _read_tree(text: bytes | str, name: str, settings: Sequence[str], kind: str) -> dict[str, JsonValue]:
     try:
         documents = parse_documents(_decode_text(text))
     except UnreadableError as error:
         place = name if error.line is None else f"{name}, line {error.line}"
         raise _unreadable_error(f"{place}: {error.reason}", error.path) from None
     if not documents:
-        raise _unreadable_error(f"{name}: holds no document; write a {KIND} into it")
+        raise _unreadable_error(f"{name}: holds no document; write a {kind} into it")
     if len(documents) > 1:
-        raise _unreadable_error(_several_documents_message(documents, name))
+        raise _unreadable_error(_several_documents_message(documents, name, kind))
     if not isinstance(documents[0], dict):
-        raise _unreadable_error(f"{name}: holds {_value_noun(documents[0])} where the fields of a {KIND} should be")
-    return parse_job(_with_settings(documents[0], settings))
+        raise _unreadable_error(f"{name}: holds {_value_noun(documents[0])} where the fields of a {kind} should be")
+    return _with_settings(documents[0], settings)
 
 
 def _with_settings(tree: dict[str, JsonValue], settings: Sequence[str]) -> dict[str, JsonValue]:
@@ -163,11 +172,11 @@ def _decode_utf8(text: bytes) -> str:
         raise UnreadableError(f"byte 0x{text[error.start]:02x} is not UTF-8; save the file as UTF-8", line) from None
 
 
-def _several_documents_message(documents: list[JsonValue], name: str) -> str:
+def _several_documents_message(documents: list[JsonValue], name: str, kind: str) -> str:
     kinds = [str(tree.get("kind", "no kind")) if isinstance(tree, dict) else _value_noun(tree) for tree in documents]
     shown = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
     return (
-        f"{name}: holds {len(documents)} documents ({shown}); keep one {KIND} in a file, "
+        f"{name}: holds {len(documents)} documents ({shown}); keep one {kind} in a file, "
         "for example with: csplit -z FILE '/^---/' '{*}'"
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from moejob_api.job.base import ApiModel, TextMap
+from moejob_api.job.base import ApiModel, ObjectName, TextMap
 from moejob_api.job.grpo import Grpo
 from moejob_api.job.lifecycle import Lifecycle, Tracking
 from moejob_api.job.model import Data, Model
@@ -42,6 +42,13 @@ class Spec(ApiModel):
     checkpoint: Annotated[Checkpoint, Field(description="When the run is saved.")] = Checkpoint()
     storage: Annotated[Storage, Field(description="The volume for checkpoints and exports.")]
     resources: Annotated[Resources, Field(description="GPUs, images, placement.")] = Resources()
+    profile: Annotated[
+        ObjectName | None,
+        Field(
+            description="Name of a MoETrainingProfile of this namespace, or else of a ClusterMoETrainingProfile, whose "
+            "values the job takes where it gives none. They stay as they were when the job was accepted."
+        ),
+    ] = None
     pod_template: Annotated[
         PodTemplates | None, Field(description="Patches of the pods: sidecars, volumes, affinity and others.")
     ] = None

@@ -17,6 +17,8 @@ class Reason(StrEnum):
     DELETION_REFUSED = "DeletionRefused"
     GANG_API_MISSING = "GangApiMissing"
     NAME_TAKEN = "NameTaken"
+    PROFILE_MISSING = "ProfileMissing"
+    PROFILE_TAKEN = "ProfileTaken"
     INVALID = "Invalid"
     # Restarting
     BACKING_OFF = "BackingOff"

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from moejob_api.job.base import ApiModel
 from moejob_api.job.phase import Phase as Phase  # noqa: PLC0414 a program that only lists jobs needs no model
+from moejob_api.job.pod_template import FreeObject
 
 Number = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0)]
@@ -231,12 +232,25 @@ class Diagnosis(ApiModel):
     fix: Annotated[str, Field(max_length=1024, description="What a person can do about it.")]
 
 
+class AppliedProfile(ApiModel):
+    """The profile of a job as it was when the job was accepted; no later change of it reaches the job."""
+
+    kind: Annotated[str, Field(max_length=64, description="MoETrainingProfile or ClusterMoETrainingProfile.")]
+    name: Annotated[str, Field(max_length=253, description="Name of the profile.")]
+    uid: Annotated[str, Field(max_length=64, description="UID of the profile.")]
+    generation: Annotated[Number, Field(description="Generation of the profile's spec.")]
+    values: Annotated[FreeObject, Field(description="Fields of the job's spec that the profile has set, merged.")]
+
+
 class Status(ApiModel):
     """The status that the operator writes."""
 
     phase: Annotated[Phase | None, Field(description="Where the job is in its life.")] = None
     conditions: Annotated[tuple[Condition, ...], Field(max_length=32, description="What holds and why.")] = ()
     observed_generation: Annotated[Number | None, Field(description="Generation of the spec this speaks of.")] = None
+    profile: Annotated[
+        AppliedProfile | None, Field(description="What the job has from spec.profile, as it was when accepted.")
+    ] = None
     attempt: Annotated[Number, Field(description="Number of the present gang; part of the names of its pods.")] = 0
     restarts: Annotated[Restarts, Field(description="How often something had to be started again.")] = Restarts()
     layout: Annotated[LayoutStatus | None, Field(description="What follows from spec.parallelism.")] = None

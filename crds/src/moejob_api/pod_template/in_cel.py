@@ -8,9 +8,21 @@ _ROLES = ("trainer", "rollout")
 
 
 def template_fields_cel() -> str:
-    """CEL about a spec: its templates have known fields at each level that a limit looks at."""
+    """CEL about a spec: its templates are for pods that it has, and their fields are known."""
+    engines = "(has(self.grpo) && self.grpo.rollout.placement == 'Separate')"
+    has_pods = f"(!has(self.podTemplate.rollout) || {engines})"
+    return f"!has(self.podTemplate) || ({has_pods} && {_known_fields_cel('self')})"
+
+
+def profile_templates_cel() -> str:
+    """CEL about a profile: the fields of its templates are known."""
+    return f"!has(object.spec.podTemplate) || {_known_fields_cel('object.spec')}"
+
+
+def _known_fields_cel(spec: str) -> str:
+    """CEL: templates have known fields at each level that a limit looks at."""
     # One list of the templates that are there, so that each check stands in the rule once, whatever the roles.
-    templates = " + ".join(f"(has(self.podTemplate.{role}) ? [self.podTemplate.{role}] : [])" for role in _ROLES)
+    templates = " + ".join(f"(has({spec}.podTemplate.{role}) ? [{spec}.podTemplate.{role}] : [])" for role in _ROLES)
     lists = (("containers", Container), ("initContainers", Container), ("volumes", Volume))
     inner = " && ".join(
         f"(!has(t.spec.{name}) || t.spec.{name}.all(i, i.all(k, k in {field_names(model)})))" for name, model in lists
@@ -22,9 +34,7 @@ def template_fields_cel() -> str:
             f"(!has(t.spec) || (t.spec.all(k, k in {field_names(TemplateSpec)}) && {inner}))",
         )
     )
-    engines = "(has(self.grpo) && self.grpo.rollout.placement == 'Separate')"
-    has_pods = f"(!has(self.podTemplate.rollout) || {engines})"
-    return f"!has(self.podTemplate) || ({has_pods} && ({templates}).all(t, {known_fields}))"
+    return f"({templates}).all(t, {known_fields})"
 
 
 def template_variables_cel() -> dict[str, str]:

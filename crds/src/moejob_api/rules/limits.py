@@ -18,7 +18,7 @@ from moejob_api.job import Spec
 from moejob_api.job.claims import SCHEME, claims_of_sources
 from moejob_api.job.lifecycle import GANG_SCHEDULER_NAMES
 from moejob_api.job.resources import Accelerator
-from moejob_api.pod_template.in_cel import template_variables_cel
+from moejob_api.pod_template.in_cel import profile_templates_cel, template_variables_cel
 from moejob_api.problems import Problem, Rule
 from moejob_api.rules.template_names import TEMPLATE_NAMES, template_metadata, template_references
 
@@ -141,12 +141,16 @@ class _NameReference:
 
 @dataclass(frozen=True, slots=True)
 class LimitedName:
-    """One limit: `asked` are the names in a job, and `cel` is the list of them in `object`."""
+    """One limit: `cel` is the list of names in `object`, a job; `profile_cel`, where it differs, that in a profile.
+
+    A profile lacks the values that a job always has, and the fields that only a job has.
+    """
 
     limit: str
     noun: str
     references: Callable[[Spec], Iterator[_NameReference]]
     cel: str
+    profile_cel: str | None = None
 
     @property
     def value_name(self) -> str:
@@ -424,6 +428,11 @@ _GANG = "object.spec.lifecycle.gang"
 _GANG_SCHEDULERS = f"{_GANG} in {_SCHEDULER_NAMES} ? [{_SCHEDULER_NAMES}[{_GANG}]] : []"
 _NETWORKS = f"(has({_PODS}.rdma) ? {_optional_cel(f'{_PODS}.rdma.networks')} : []) + {_values_cel(_NETWORK_KEYS)}"
 
+_DEVICES = (
+    f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : []) + "
+    f"{_PODS}.env.filter(i, i.name == '{_DEVICES_VARIABLE}').map(i, i.name) + {_present_keys_cel(_GPU_SHARE_KEYS)}"
+)
+
 LIMITED_NAMES: tuple[LimitedName, ...] = (
     LimitedName(
         "service_accounts",
@@ -458,6 +467,7 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         _claim_references,
         f"{_optional_cel('object.spec.storage.claimName')} + "
         f"{_SOURCES}.filter(s, s.startsWith('{SCHEME}')).map(s, s.substring({len(SCHEME)}).split('/')[0])",
+        profile_cel="[]",
     ),
     LimitedName(
         "storage_classes",
@@ -482,6 +492,7 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         "scheduler",
         _scheduler_references,
         f"(has({_PODS}.schedulerName) ? [{_PODS}.schedulerName] : {_GANG_SCHEDULERS})",
+        profile_cel=f"(has({_PODS}.schedulerName) ? [{_PODS}.schedulerName] : has({_GANG}) && {_GANG_SCHEDULERS})",
     ),
     LimitedName(
         "queues",
@@ -502,9 +513,8 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
         "extended_resources",
         "extended resource",
         _extended_resource_references,
-        f"({_PODS}.accelerator == '{Accelerator.CPU}' ? [] : [{_PODS}.gpuResource]) + "
-        f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : []) + "
-        f"{_PODS}.env.filter(i, i.name == '{_DEVICES_VARIABLE}').map(i, i.name) + {_present_keys_cel(_GPU_SHARE_KEYS)}",
+        f"({_PODS}.accelerator == '{Accelerator.CPU}' ? [] : [{_PODS}.gpuResource]) + {_DEVICES}",
+        profile_cel=f"{_optional_cel(f'{_PODS}.gpuResource')} + {_DEVICES}",
     ),
     LimitedName(
         "node_selectors",
@@ -527,7 +537,12 @@ LIMITED_NAMES: tuple[LimitedName, ...] = (
 def limits_in_cel() -> JsonValue:
     """Return the places of names in a job, by limit as the chart calls it, for its ValidatingAdmissionPolicy."""
     limits: JsonValue = {
-        limited.value_name: {"noun": limited.noun, "asked": _asked_cel(limited)} for limited in LIMITED_NAMES
+        limited.value_name: {
+            "noun": limited.noun,
+            "asked": _asked_cel(limited, limited.cel),
+            **({} if limited.profile_cel is None else {"profiled": _asked_cel(limited, limited.profile_cel)}),
+        }
+        for limited in LIMITED_NAMES
     }
     keys: JsonValue = {
         name: "(" + " + ".join(f"{path}.map(k, k)" for path in _metadata_cel(name)) + ")"
@@ -537,11 +552,13 @@ def limits_in_cel() -> JsonValue:
         "variables": dict[str, JsonValue](template_variables_cel()),
         "limits": limits,
         "keys": keys,
-        "hasQueue": "has(object.spec.lifecycle.queue)",
+        # The operator looks for the queue in the job that is merged with its profile.
+        "hasQueue": "has(object.spec.lifecycle.queue) || has(object.spec.profile)",
         "requiredQueue": REQUIRED_QUEUE,
+        "profileTemplates": profile_templates_cel(),
     }
 
 
-def _asked_cel(limited: LimitedName) -> str:
+def _asked_cel(limited: LimitedName, cel: str) -> str:
     names = TEMPLATE_NAMES.get(limited.limit)
-    return limited.cel if names is None else f"({limited.cel}) + {names.cel}"
+    return cel if names is None else f"({cel}) + {names.cel}"

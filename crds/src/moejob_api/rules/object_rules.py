@@ -54,7 +54,8 @@ Complaint = str | None
 class ObjectRule:
     """One rule: `complaint` is None when it holds, `cel` is true when it holds.
 
-    `on` is the object that is `self` in the CEL twin: the smallest that holds all it reads.
+    `on` is the object that is `self` in the CEL twin: the smallest that holds all it reads. `profile_may_heal`: a job
+    that breaks the rule may keep it once it is merged with its profile.
     """
 
     rule: Rule
@@ -63,6 +64,7 @@ class ObjectRule:
     cel: str
     summary: str
     on: str = "spec"
+    profile_may_heal: bool = False
 
 
 def object_problems(spec: Spec) -> Iterator[Problem]:
@@ -886,6 +888,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "!has(self.grpo) || size(self.resources.envFrom) > 0 || self.grpo.rewards.all(r, r.headersFrom.all(h, "
         "h.variable in self.resources.env.map(e, e.name)))",
         "the variables of headersFrom are in resources.env or resources.envFrom",
+        profile_may_heal=True,
     ),
     ObjectRule(
         Rule.CONFLICT,
@@ -1102,6 +1105,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "[self.lifecycle].all(l, (has(l.queue) || l.gang != 'Kueue') && (!has(l.queue) || l.gang in ['Auto', "
         "'Kueue', 'Volcano']))",
         "gang Kueue needs a queue; only Auto, Kueue and Volcano take one",
+        profile_may_heal=True,
     ),
     ObjectRule(
         Rule.GPU_COUNT,
@@ -1116,6 +1120,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _whole_nodes,
         _with_gpus("[self.resources.gpusPerNode].all(node, n <= node || n % node == 0)"),
         "the GPUs that parallelism needs must fill whole nodes of gpusPerNode",
+        profile_may_heal=True,
     ),
     ObjectRule(
         Rule.TENSOR_IN_NODE,
@@ -1123,6 +1128,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _tensor_in_node,
         _with_gpus("[self.resources.gpusPerNode].all(node, (n < node ? n : node) % p.tensor == 0)"),
         "a tensor group must not straddle two nodes",
+        profile_may_heal=True,
     ),
     ObjectRule(
         Rule.EXPERT_TENSOR,

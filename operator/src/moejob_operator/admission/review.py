@@ -17,6 +17,7 @@ import kopf
 from moejob_api.documents import parse_job
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, namespace_problems
+from moejob_operator.admission.profiled_jobs import ProfileFinder, merge_review, review_unmerged_job
 from moejob_operator.validation import Validation, validate_spec
 
 # kopf calls the handler of this name for a review that comes to this path.
@@ -70,10 +71,15 @@ class CurrentReview:
 current_review: ContextVar[CurrentReview] = ContextVar("current_review")
 
 
-def answer_review(operation: str, warnings: list[str], limits: JobLimits) -> None:
+def answer_review(operation: str, warnings: list[str], limits: JobLimits, find_profile: ProfileFinder) -> None:
     """Warn of what is unwise in the review at hand; raise when the job is denied."""
     review = current_review.get()
-    validation = review_job(operation, review.old, review.new, limits, review.turns)
+    # Before the turn: a slow API server must not hold up reviews of jobs without profiles.
+    merged = merge_review(review.old, review.new, find_profile)
+    if merged.missing is None:
+        validation = review_job(operation, merged.old, merged.new, limits, review.turns)
+    else:
+        validation = review_unmerged_job(merged, limits)
     warnings += shown_warnings(validation)
     if not validation.problems:
         return

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from moejob_api.contract.pods import PodProgress
 from moejob_api.job import KIND
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.children.shared import SECRET_KEY
@@ -19,6 +20,7 @@ from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameI
 from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
 from moejob_operator.kube_api.live_lists import JOBS, LiveLists, collection_path
 from moejob_operator.kube_api.pod_client import MutePod, PodClient
+from moejob_operator.kube_api.profiles import find_profile
 from moejob_operator.logs import Log
 from moejob_operator.observed import is_as_made, is_taken_by_taint, is_unheard
 
@@ -53,6 +55,10 @@ class ApiServer:
     async def get_job(self, key: JobKey) -> Raw | None:
         """The job as the watches and our own writes last showed it; an older one cannot be written anyway."""
         return self.cache.find_job(key)
+
+    async def find_profile(self, namespace: str, name: str) -> TrainingProfile | None:
+        """Ask for the profile: a job asks once, so a watch of profiles would cost more than it saves."""
+        return await find_profile(self.api, namespace, name)
 
     async def list_children(self, key: JobKey, *, live: bool) -> Children:
         """Return them from the cache, or list them now, which also updates the cache."""

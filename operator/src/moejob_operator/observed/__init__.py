@@ -14,9 +14,10 @@ from types import MappingProxyType
 from moejob_api import api_bodies
 from moejob_api.contract.pods import PodProgress
 from moejob_api.diagnosis.evidence import ClaimEvidence, PodEvidence, read_claim_evidence, read_pod_evidence
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed.jobs import Job, SpecCache, read_job
+from moejob_operator.observed.jobs import Job, SpecCache, named_profile, needs_profile, read_job
 from moejob_operator.observed.ownership import ControllingJob, find_controller, is_as_made, is_pod_of_earlier, pod_place
 from moejob_operator.observed.pods import (
     TAKEN_BY_TAINT,
@@ -44,6 +45,8 @@ __all__ = [
     "is_as_made",
     "is_taken_by_taint",
     "is_unheard",
+    "named_profile",
+    "needs_profile",
     "read_observation",
     "with_progress",
 ]
@@ -134,10 +137,14 @@ class PodReading:
 
 
 def read_observation(
-    raw: Raw, children: Children, specs: SpecCache, readings: PodReadings | None = None
+    raw: Raw,
+    children: Children,
+    specs: SpecCache,
+    readings: PodReadings | None = None,
+    profile: TrainingProfile | None = None,
 ) -> Observation:
     """Read the job and its objects from API bodies."""
-    about = read_job(raw, specs)
+    about = read_job(raw, specs, profile)
     owner = ControllingJob(about.name, about.uid)
     pod_readings = (readings or PodReadings()).read_bodies(children.pods, about)
     return Observation(

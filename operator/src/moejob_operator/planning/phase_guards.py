@@ -108,7 +108,35 @@ def refuse_invalid_job(s: ObservedState) -> Decision | None:
     if was_accepted and s.observation.job.spec is not None and s.validation.layout is not None:
         return None
     phase = s.status.phase if was_accepted and s.status.phase is not None else Phase.PENDING
-    return Decision(phase, Reason.INVALID, "the job was not accepted")
+    # No watch shows that its profile was corrected.
+    seconds = None if s.observation.job.is_profile_recorded else REFUSED_SECONDS
+    return Decision(phase, Reason.INVALID, "the job was not accepted", requeue_after_seconds=seconds)
+
+
+def await_profile(s: ObservedState) -> Decision | None:
+    """A job without its profile is no job yet: nothing says what its pods should be."""
+    if s.observation.job.missing_profile is None:
+        return None
+    [problem] = s.validation.problems
+    return Decision(
+        s.status.phase or Phase.PENDING,
+        Reason.PROFILE_MISSING,
+        problem.message,
+        requeue_after_seconds=REFUSED_SECONDS,
+    )
+
+
+def record_profile(s: ObservedState) -> Decision | None:
+    """The values of the profile are written before anything is made of them: it may change or go the next moment."""
+    profile = s.observation.job.profile
+    if profile is None or s.observation.job.is_profile_recorded:
+        return None
+    return Decision(
+        restarting_or_pending(s),
+        Reason.PROFILE_TAKEN,
+        f"the job has the values of {profile.kind} {profile.name} from now on",
+        requeue_after_seconds=0.0,
+    )
 
 
 def fail_at_deadline(s: ObservedState) -> Decision | None:
@@ -237,7 +265,9 @@ GUARDS: tuple[Guard, ...] = (
     leave_deleted_job,
     clean_up_finished_job,
     suspend_job,
+    await_profile,
     refuse_invalid_job,
+    record_profile,
     fail_at_deadline,
     replace_outdated_engines,
     recover_failed_pods,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers
 from moejob_operator.kube_api.live_lists import GangApis, LiveLists
 from moejob_operator.kube_api.pod_client import PodClient
+from moejob_operator.kube_api.profiles import ProfileReader
 from moejob_operator.planning.observed_state import OperatorSetting
 from moejob_operator.reconcile import Reconciler
 from moejob_operator.runtime.job_watch import JobWatch
@@ -51,6 +53,7 @@ class ReplicaParts:
     keeper: CertificateKeeper | None
     admission: AdmissionServer | IdleServer
     reviewers: ThreadPoolExecutor
+    profiles: ProfileReader
 
 
 async def assemble_replica(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
@@ -88,6 +91,7 @@ async def assemble_replica(stack: AsyncExitStack, settings: Settings) -> Replica
         keeper=keeper,
         admission=_build_admission(settings, metrics, keeper),
         reviewers=stack.enter_context(ThreadPoolExecutor(REVIEWERS, thread_name_prefix="review")),
+        profiles=ProfileReader(api, asyncio.get_running_loop()),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import kopf
 
+from moejob_api.profiles.reading import TrainingProfile
 from moejob_api.rules.limits import JobLimits
 from moejob_operator.logs import Log
 from moejob_operator.runtime import health
@@ -71,6 +72,10 @@ class Operator:
     def limits(self) -> JobLimits:
         """The names that jobs may ask for."""
         return self._parts.settings.job_limits
+
+    def find_profile(self, namespace: str, name: str) -> TrainingProfile | None:
+        """Return the profile of that name, for the thread of a review."""
+        return self._parts.profiles.find(namespace, name)
 
     @property
     def session(self) -> KopfSession:

@@ -5,7 +5,7 @@ The phase that kubectl shows is the decision's: planning/phase_guards.py chooses
 
 from __future__ import annotations
 
-from moejob_api.job.status import LayoutStatus, Phase, Status
+from moejob_api.job.status import AppliedProfile, LayoutStatus, Phase, Status
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState, job_start_time
 from moejob_operator.planning.timestamps import format_time, seconds_since
@@ -32,6 +32,7 @@ def next_status(s: ObservedState, decision: Decision) -> Status:
         phase=decision.phase,
         conditions=build_conditions(s, decision, new_progress),
         observed_generation=s.observation.job.generation,
+        profile=_recorded_profile(s),
         attempt=s.attempt if decision.attempt is None else decision.attempt,
         restarts=s.restarts if decision.restarts is None else decision.restarts,
         layout=_layout_status(s),
@@ -47,6 +48,11 @@ def next_status(s: ObservedState, decision: Decision) -> Status:
     if _unsettled_seconds(s) > 0 and before == after.model_copy(update={"replica_statuses": before.replica_statuses}):
         return before
     return after
+
+
+def _recorded_profile(s: ObservedState) -> AppliedProfile | None:
+    """The values that an accepted job has from its profile. Until then the profile may be corrected."""
+    return s.observation.job.profile if s.validation.is_accepted else s.status.profile
 
 
 def settles_after_seconds(s: ObservedState, status: Status) -> float | None:
