@@ -87,10 +87,12 @@ def test_a_profile_that_changes_when_the_operator_crashes_makes_no_gang_of_two_m
         if recorded is None:
             assert (world.pod_names(), world.condition(ConditionType.RUNNING)) == ([], "False ProfileMissing")
             continue
+        image = recorded.values["resources"]["image"]
+        pods_have_image(image)(world)
         world.end_pod(0, 1)
         world.settle()
         assert world.pod_names() == ["1-0", "1-1"]
-        pods_have_image(recorded.values["resources"]["image"])(world)
+        pods_have_image(image)(world)
 
 
 def test_a_job_of_an_operator_from_before_profiles_goes_on() -> None:
