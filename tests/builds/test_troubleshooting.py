@@ -12,7 +12,14 @@ from moejob_operator.planning.decision import Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Nothing is wrong with these.
-USUAL = {Reason.ALL_PODS_RUN, Reason.POD_ENDING, Reason.SUSPENDED, Reason.COMPLETED, Reason.STOPPED_EARLY}
+USUAL = {
+    Reason.ALL_PODS_RUN,
+    Reason.PROFILE_TAKEN,
+    Reason.POD_ENDING,
+    Reason.SUSPENDED,
+    Reason.COMPLETED,
+    Reason.STOPPED_EARLY,
+}
 
 
 @pytest.mark.parametrize(
