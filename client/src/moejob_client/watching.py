@@ -44,6 +44,7 @@ class ObjectWatch:
         self._seen: dict[str, Raw] = {}
         self._version = ""
         self._is_out = False
+        self._has_opened = False
 
     async def list_changes(self) -> AsyncGenerator[ObjectChange]:
         """Yield each object, then every change. The first list may fail; later failures are outages."""
@@ -63,10 +64,11 @@ class ObjectWatch:
         except JobRequestError as error:
             if isinstance(error.__cause__, Expired):
                 self._version = ""
-            elif isinstance(error.__cause__, Retryable):
-                self._begin_outage(str(error))
-            else:
+            elif not isinstance(error.__cause__, Retryable):
                 raise
+            elif not self._has_opened:
+                # A watch that breaks is opened again; an outage is one that cannot be.
+                self._begin_outage(str(error))
 
     async def _list_patiently(self) -> list[ObjectChange]:
         while True:
@@ -93,9 +95,8 @@ class ObjectWatch:
 
     async def _watch_once(self) -> AsyncGenerator[ObjectChange]:
         with explained_failures(f"cannot watch {self._collection.title}"):
-            watch = self._http.watch(
-                self._collection.path, self._collection.query, self._version, on_open=self._end_outage
-            )
+            self._has_opened = False
+            watch = self._http.watch(self._collection.path, self._collection.query, self._version, self._open_watch)
             async for event in watch:
                 body = event["object"]
                 self._version = body["metadata"]["resourceVersion"]
@@ -105,6 +106,10 @@ class ObjectWatch:
                 elif event["type"] != "BOOKMARK":
                     self._seen[_object_name(body)] = body
                     yield ObjectChange(body)
+
+    def _open_watch(self) -> None:
+        self._has_opened = True
+        self._end_outage()
 
     def _begin_outage(self, reason: str) -> None:
         if not self._is_out:

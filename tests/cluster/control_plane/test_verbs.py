@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_why_says_which_evidence_the_rights_leave_out(control_plane: ControlPlan
     assert errors.startswith("note: your rights do not let you list pods, persistentvolumeclaims, events")
 
 
+@pytest.fixture
+def _heard_interrupts() -> Iterator[None]:
+    """Processes of a shell's background ignore Ctrl-C, and so do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard_interrupts")
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
