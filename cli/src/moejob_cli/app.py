@@ -490,6 +490,24 @@ def copy_files(
     raise typer.Exit(run_verb(choice, lambda client: copy_files(client, name, path, target)))
 
 
+@app.command("doctor", short_help="Check what a cluster offers to jobs.")
+def check_cluster(
+    output: OutputOption = OutputFormat.TABLE, namespace: NamespaceOption = None, context: ContextOption = None
+) -> None:
+    """Check API server, CRD, rights, storage, GPUs, RDMA and queues for jobs of a namespace; exit 1 for a warning."""
+    from moejob_cli import cluster_doctor
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    async def print_findings(client: "AsyncClient") -> CommandExit:
+        if output is OutputFormat.TABLE:
+            return await cluster_doctor.print_findings(client)
+        document, exit_code = await cluster_doctor.findings_document(client)
+        print_document(document, output)
+        return exit_code
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_findings))
+
+
 @app.command("submit", short_help="Create a job in the cluster.")
 def submit_job(
     file: Annotated[

@@ -172,6 +172,10 @@ class ApiClient:
             _Request(Verb.CREATE, _with_field_validation(path), body, accept=METADATA), within
         )
 
+    async def post(self, path: str, body: Raw) -> Raw:
+        """Post a question, as a review of access is, and return the answer."""
+        return await self._send_request(_Request(Verb.CREATE, path, body))
+
     async def try_to_create(self, path: str, body: Raw) -> None:
         """Answer as `create` would, and add nothing: a dry run."""
         await self._send_request(

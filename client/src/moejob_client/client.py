@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from moejob_client.cluster_checks import CheckFinding
 from moejob_client.connection import connect_client
 from moejob_client.job_logs import ALL_LINES, LogSelection
 from moejob_client.job_view import JobEvent, JobView
@@ -82,6 +83,10 @@ class Client:
     def copy(self, name: str, path: str, target: Path) -> int:
         """Copy a file or a folder of the run folder into a new folder here."""
         return self._runner.run(self._jobs.copy(name, path, target))
+
+    def check_cluster(self) -> Iterator[CheckFinding]:
+        """Yield what the cluster and the rights let jobs of the namespace do, check by check."""
+        return self._iterate(self._jobs.check_cluster())
 
     def _iterate(self, items: AsyncGenerator[Item]) -> Iterator[Item]:
         """Yield what an asynchronous generator yields, and close it when no more is wanted."""

@@ -16,6 +16,7 @@ from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
 from moejob_client.api_client import ApiClient
+from moejob_client.cluster_checks import CheckFinding, run_checks
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
 from moejob_client.job_files import copy_files, read_record_lines, read_samples, read_steps
 from moejob_client.job_logs import ALL_LINES, JobLogs, LogSelection, make_filter
@@ -209,6 +210,11 @@ class AsyncClient:
         with explained_failures(f"cannot delete {job.name}"):
             await self._http.delete(self._jobs_path(job.name), {"preconditions": {"uid": job.uid}})
         return job.name
+
+    async def check_cluster(self) -> AsyncGenerator[CheckFinding]:
+        """Yield what the cluster and the rights let jobs of the namespace do, check by check."""
+        async for finding in run_checks(self._http, self.namespace):
+            yield finding
 
     async def list_evidence(self, jobs: Iterable[JobView]) -> NamespaceEvidence:
         """Return jobs with the pods, claims and events of the namespace, and the kinds that may not be read."""

@@ -27,6 +27,7 @@ NAMES = ("get", "watch", "why", "logs", "steps", "samples", "suspend", "resume",
 VERBS = (*([verb, "job"] for verb in NAMES), ["cp", "job", "export", "new"])
 SUBMIT = ["submit", str(TINY)]
 ALL = (*VERBS, SUBMIT)
+DOCTOR = ["doctor"]
 
 
 def start_verb(kubeconfig: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -188,7 +189,19 @@ def test_missing_rights_are_one_sentence(control_plane: ControlPlane, namespace:
     assert "moejob-edit" in errors
 
 
-@pytest.mark.parametrize("verb", ALL, ids=lambda verb: verb[0])
+def test_doctor_finds_the_definition_and_the_rights_of_a_stranger(control_plane: ControlPlane, namespace: str) -> None:
+    code, output, errors = run_verb(control_plane.kubeconfig, *DOCTOR, "-n", namespace)
+    assert (code, errors) == (1, "")
+    assert "has every field of this moejob" in output
+    assert output.count("all rights in") == 4
+    stranger = control_plane.service_account_kubeconfig(namespace, "default")
+    code, output, errors = run_verb(stranger, *DOCTOR)
+    assert (code, errors) == (1, "")
+    assert "no right to create pods/exec" in output
+    assert "unknown  nodes" in output
+
+
+@pytest.mark.parametrize("verb", [*ALL, DOCTOR], ids=lambda verb: verb[0])
 def test_an_api_server_that_is_not_there_is_one_sentence(
     control_plane: ControlPlane, tmp_path: Path, verb: list[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The MoETrainingJob as frozen models, one file a topic: types, bounds and defaults. Rules: moejob_api.rules.
+"""The MoETrainingJob as frozen models, one file a topic: types, bounds and defaults. Rules live in moejob_api.rules.
 
 The models are built when they are first named: a command that lists jobs needs names and status alone, and would wait
 0.1 s for the rest.
