@@ -33,6 +33,7 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
     "tests/trainer/training/test_learning_rate.py": "a schedule of numbers",
     "tests/trainer/launcher/": "processes of pods",
     "tests/trainer/megatron/test_rank_map.py": "groups of ranks",
+    "tests/trainer/megatron_models/test_settings.py": "settings of layers, of which none computes",
     "tests/trainer/model/test_config_keys.py": "keys of configurations",
     "tests/trainer/rewards/": "text and scores",
     "tests/trainer/runtime/": "processes and their heartbeats",

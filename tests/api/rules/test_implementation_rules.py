@@ -31,7 +31,10 @@ def refused(sections: dict[str, Any], family: Family | None = Family.QWEN3_MOE, 
         pytest.param({"model": {"transformer": {"moe_permute_fusion": "true"}}}, [], id="a key of Megatron's"),
         pytest.param({"training": {"recompute": {"granularity": "Full"}}}, [], id="whole layers recomputed"),
         pytest.param({"moe": {"freezeRouter": True}}, [], id="frozen router"),
-        pytest.param({"method": "GRPO"}, ["method"], id="grpo"),
+        pytest.param({"method": "GRPO"}, [], id="grpo"),
+        pytest.param(
+            {"method": "GRPO", "grpo": {"routingReplay": True}}, ["grpo.routingReplay"], id="experts of engines"
+        ),
         pytest.param({"training": {"lora": {}}}, ["training.lora"], id="lora"),
         pytest.param({"memory": {"sharding": "FSDP"}}, ["memory.sharding"], id="fsdp"),
         pytest.param({"memory": {"sharding": "ZeRO2"}}, ["memory.sharding"], id="zero2"),
@@ -61,6 +64,18 @@ def test_keys_of_megatron_are_for_its_models() -> None:
 def test_further_tokens_are_not_predicted() -> None:
     assert refused(MEGATRON, Family.GLM4_MOE) == ["training.mtpLossCoefficient"]
     assert refused(MEGATRON, Family.GLM4_MOE, num_nextn_predict_layers=0) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (Family.MIXTRAL, {"sliding_window": 7}),
+        (Family.QWEN2, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    ],
+)
+def test_windows_are_refused(family: Family, changes: dict[str, Any]) -> None:
+    assert refused(MEGATRON, family) == []
+    assert refused(MEGATRON, family, **changes) == ["model.implementation"]
 
 
 @pytest.mark.parametrize("family", Family)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import merge_sections
 from moejob_api.layout.sizes import derive_layout
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
@@ -32,6 +33,7 @@ from trainer.worlds import Worlds
 FAMILIES = {DENSE: Family.LLAMA, MIXTRAL: Family.MIXTRAL, QWEN3_MOE: Family.QWEN3_MOE}
 SAMPLED: dict[str, Any] = {"method": "GRPO", "grpo": {"temperature": 0.9, "rewards": [{"name": "exact-match"}]}}
 RANK, ALPHA = 8, 16.0
+MEGATRON: dict[str, Any] = {"model": {"implementation": "Megatron"}}
 LORA: dict[str, Any] = {"training": {"lora": {"rank": RANK, "alpha": ALPHA}}}
 TYPES = ("float32", "bfloat16")
 LAYER = "7"
@@ -95,7 +97,7 @@ _OF_EXPERTS = "two experts swapped"
 
 
 def cell_of(name: str, dtype: str, sections: Mapping[str, Any]) -> Cell:
-    return Cell(FAMILIES[name], {**sections, "model": {"dtype": dtype}})
+    return Cell(FAMILIES[name], merge_sections(sections, {"model": {"dtype": dtype}}))
 
 
 def with_real_model(name: str, folder: Path) -> Path:
@@ -174,6 +176,7 @@ def test_real_weights_are_accepted_at_another_temperature(worlds: Worlds, tmp_pa
         pytest.param(DENSE, "float32", LORA, id="adapters in float32"),
         pytest.param(DENSE, "bfloat16", LORA, id="adapters in bfloat16"),
         pytest.param(DENSE, "float32", {}, id="all weights in float32"),
+        pytest.param(QWEN3_MOE, "bfloat16", MEGATRON, id="Megatron's own mixture in bfloat16"),
         pytest.param(MIXTRAL, "float32", LORA, id="adapters on a mixture", marks=pytest.mark.thorough),
         pytest.param(MIXTRAL, "bfloat16", {}, id="a whole mixture in bfloat16", marks=pytest.mark.thorough),
         pytest.param(QWEN3_MOE, "bfloat16", LORA, id="adapters behind norms", marks=pytest.mark.thorough),

@@ -29,6 +29,8 @@ LearnedIn = Callable[[Family, str], Sequence[LearnedStep]]
 
 WITHIN = 1e-5
 SINGLE = "single"
+# Before a layout: Megatron's own models compute it.
+MEGATRON = "Megatron "
 SHARED: dict[str, Any] = {
     "FSDP over DP3": {"data": 3},
     "FSDP over TP2.EP2.DP2": {"tensor": 2, "expert": 2, "data": 2, **FOLDED},
@@ -37,6 +39,8 @@ CELLS = [
     *((Family.QWEN3_MOE, layout) for layout in (SINGLE, "TP2", "PP2", "PP2.VPP2", "EP2", "CP2", "DP2", "TP2.PP2.EP2")),
     (Family.QWEN2, "DP2"),
     *((Family.QWEN3_MOE, layout) for layout in SHARED),
+    *((Family.QWEN3_MOE, MEGATRON + layout) for layout in (SINGLE, "TP2", "PP2.VPP2", "CP2", "DP2", "TP2.PP2.EP2")),
+    (Family.QWEN2, MEGATRON + "DP2"),
 ]
 
 
@@ -111,7 +115,7 @@ def episodes_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequenc
     return run
 
 
-@pytest.mark.parametrize("layout", [SINGLE, "DP2", "TP2.PP2.EP2"])
+@pytest.mark.parametrize("layout", [SINGLE, "DP2", "TP2.PP2.EP2", MEGATRON + "TP2.PP2.EP2"])
 def test_rollouts_of_several_rows_in_groups_of_any_size_are_learned_as_transformers_does(
     episodes_in: Callable[[str], Sequence[LearnedStep]], reference: Reference, layout: str
 ) -> None:
@@ -123,8 +127,9 @@ def test_rollouts_of_several_rows_in_groups_of_any_size_are_learned_as_transform
         np.testing.assert_allclose(_numbers(rank), _numbers(episodes_in(SINGLE)[0]), rtol=10 * WITHIN, atol=WITHIN)
 
 
-def test_the_reference_model_stays_where_training_began(learned_in: LearnedIn) -> None:
-    first, second = (update.metrics["kl"] for update in learned_in(Family.QWEN3_MOE, SINGLE)[0].updates)
+@pytest.mark.parametrize("layout", [SINGLE, MEGATRON + SINGLE])
+def test_the_reference_model_stays_where_training_began(learned_in: LearnedIn, layout: str) -> None:
+    first, second = (update.metrics["kl"] for update in learned_in(Family.QWEN3_MOE, layout)[0].updates)
     assert first == pytest.approx(0.0, abs=1e-9)
     assert second > 1e-5
 
@@ -142,6 +147,8 @@ def test_how_far_engines_are_off_is_told_of_all_tokens(learned_in: LearnedIn, re
 
 
 def _sections(layout: str) -> dict[str, Any]:
+    if layout.startswith(MEGATRON):
+        return {"model": {"implementation": "Megatron"}, **_sections(layout.removeprefix(MEGATRON))}
     if layout in SHARED:
         return {"parallelism": SHARED[layout], "memory": {"sharding": "FSDP"}}
     return {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]}

@@ -99,8 +99,8 @@ ALWAYS_MEGATRON = [
     *((Family.LLAMA, layout) for layout in ("TP2", "PP2.VPP2", "CP2")),
     (Family.QWEN3, "PP2"),
     (Family.QWEN2, "TP2"),
-    (Family.GLM4_MOE, "TP2.PP2.EP2"),
-    (Family.GLM4_MOE, "CP2"),
+    *product((Family.GLM4_MOE, Family.MIXTRAL), ("TP2.PP2.EP2", "CP2")),
+    *product((Family.QWEN2_MOE,), ("TP2", "CP2")),
 ]
 
 

@@ -49,7 +49,7 @@ class Model(ApiModel):
         Implementation,
         Field(
             description="The layers that train. Native: moejob's own. Megatron: GPTModel of Megatron-Core, as "
-            "Megatron-Bridge configures it, for SFT. Auto: Native."
+            "Megatron-Bridge configures it. Auto: Native."
         ),
     ] = Implementation.AUTO
     transformer: Annotated[

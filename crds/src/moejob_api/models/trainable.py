@@ -15,11 +15,11 @@ UNTRAINED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "Qwen3-Next needs layers of the gated delta rule, and the trainer has none",
 }
 # Families that Megatron's own models compute as Transformers does: measured in float32, in every way of dividing them.
-MEGATRON_FAMILIES = frozenset({Family.LLAMA, Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.GLM4_MOE})
+MEGATRON_FAMILIES = frozenset(
+    {Family.LLAMA, Family.QWEN2, Family.QWEN3, Family.MIXTRAL, Family.QWEN2_MOE, Family.QWEN3_MOE, Family.GLM4_MOE}
+)
 # What was measured, with Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2, where another family is not computed so.
 UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
-    Family.MIXTRAL: "Megatron-Bridge has no bridge for Mixtral",
-    Family.QWEN2_MOE: "Megatron-Bridge has no bridge for Qwen2-MoE",
     Family.DEEPSEEK_V2: "Megatron's latent attention needs Transformer Engine",
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",

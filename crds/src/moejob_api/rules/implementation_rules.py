@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moejob_api.derived import balancing_method, has_float8_products, uses_megatron_models
-from moejob_api.job import Method, Spec
+from moejob_api.job import Spec
 from moejob_api.job.moe import BalancingMethod, DispatcherKind
 from moejob_api.job.training import RecomputeGranularity
 from moejob_api.models.shape import GroupedAttention, ModelShape
@@ -28,8 +28,8 @@ def implementation_problems(spec: Spec, shape: ModelShape | None) -> Iterator[Pr
 
 
 def _method_problems(spec: Spec) -> Iterator[Problem]:
-    if spec.method is Method.GRPO:
-        yield _problem("method", "GRPO trains our own layers only; remove implementation: Megatron")
+    if spec.grpo is not None and spec.grpo.routing_replay:
+        yield _problem("grpo.routingReplay", "experts that engines chose are given to our own layers only; remove it")
     if spec.training.lora is not None:
         yield _problem("training.lora", "our own layers alone have adapters; remove lora, or implementation: Megatron")
     if spec.memory.sharding.has_weight_shards:
@@ -65,6 +65,8 @@ def _model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         yield _problem(
             "training.mtpLossCoefficient", "MTP modules are of our own layers only; set it to 0 to train without them"
         )
+    if any(isinstance(attention, GroupedAttention) and attention.window for attention in shape.attention_kinds()):
+        yield _problem("model.implementation", "the model's attention has windows, which our own layers alone have")
     for attention in shape.attention_kinds():
         if isinstance(attention, GroupedAttention) and attention.key_value_heads % spec.parallelism.tensor:
             yield _problem(

@@ -86,7 +86,7 @@ class TrainerProbe:
         with ExitStack() as stack:
             for stage in self._engine.stages:
                 if stage.place.is_first:
-                    stack.callback(stage.embedding.register_forward_hook(rounded).remove)
+                    stack.callback(stage.embedding_module.register_forward_hook(rounded).remove)
             yield
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from moejob_api.models.shape import Family
 from moejob_trainer.errors import BadConfiguration
 
 # The one module of Bridge that imports Transformer Engine without looking whether it is there. It holds LoRA layers.
@@ -25,9 +26,32 @@ def read_provider(config: Mapping[str, Any]) -> Any:
     """Return Bridge's provider for a parsed config.json: a TransformerConfig that builds models."""
     auto_bridge = _import_bridge().AutoBridge
     with without_reports():
-        published = AutoConfig.for_model(**config)
+        published, settings = _borrow_bridge(AutoConfig.for_model(**config))
         published.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[published.model_type]]
-        return auto_bridge.from_hf_config(published).to_megatron_provider(load_weights=False)
+        provider = auto_bridge.from_hf_config(published).to_megatron_provider(load_weights=False)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    return provider
+
+
+def _borrow_bridge(published: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return a config that Bridge knows, and settings in which the model differs from it.
+
+    Bridge has none for Mixtral and Qwen2-MoE, whose layers are Qwen3-MoE's without norms of queries and keys.
+    """
+    match published.model_type:
+        case Family.MIXTRAL:
+            routing = {"num_experts": published.num_local_experts, "moe_intermediate_size": published.intermediate_size}
+            changed, settings = {**routing, "norm_topk_prob": True}, {"qk_layernorm": False}
+        case Family.QWEN2_MOE:
+            biases = {"add_qkv_bias": published.qkv_bias}
+            changed, settings = {}, {**biases, "qk_layernorm": False, "moe_shared_expert_gate": True}
+        case _:
+            return published, {}
+    head_dim = getattr(published, "head_dim", None) or published.hidden_size // published.num_attention_heads
+    values = {**published.to_dict(), **changed, "head_dim": head_dim, "model_type": Family.QWEN3_MOE.value}
+    values.pop("num_local_experts", None)
+    return AutoConfig.for_model(**values), settings
 
 
 def _import_bridge() -> ModuleType:

@@ -53,6 +53,12 @@ class MegatronStage(ModelStage):
         return self.model.shape.tied_embeddings
 
     @property
+    def embedding_module(self) -> nn.Module:
+        """The module of a first stage that turns tokens into the states that enter its first layer."""
+        embedding: nn.Module = self.gpt.embedding
+        return embedding
+
+    @property
     def embedding_weight(self) -> nn.Parameter:
         """The embedding of the first stage, or its copy on the last one."""
         weight: nn.Parameter = self.gpt.shared_embedding_or_output_weight()

