@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from moejob_api.contract.pods import ExitCode
 from moejob_cli.app import app
+from moejob_cli.interchange import CheckpointChoice, export_checkpoint
 
 
 def run(*arguments: str, python: Path) -> tuple[int, str]:
@@ -68,3 +69,24 @@ def test_a_checkpoint_of_a_run_goes_to_megatron_only_where_the_trainer_is_instal
     assert code == ExitCode.BAD_CONFIGURATION
     assert "which is no program" in printed
     assert not (tmp_path / "out").exists()
+
+
+# Stands in for the trainer's Python: it has a trainer, whose work fails when 43 % are done.
+_FAILING = """#!{python}
+import os, sys
+if "--shares-to" in sys.argv:
+    os.write(int(sys.argv[sys.argv.index("--shares-to") + 1]), b"exporting: 43 %\\n")
+    sys.exit("the volume is full")
+"""
+
+
+def test_how_much_is_done_reaches_the_user_and_not_the_message_of_a_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(_FAILING.format(python=sys.executable))
+    program.chmod(0o755)
+    environ = {"MOEJOB_TRAINER_PYTHON": str(program)}
+    conversion = export_checkpoint(tmp_path / "run", tmp_path / "out", CheckpointChoice(), environ)
+    assert (conversion.exit_code, conversion.message) == (1, "the volume is full")
+    assert capfd.readouterr().err == "exporting: 43 %\n"

@@ -88,6 +88,13 @@ def _run_module(module: str, arguments: Sequence[str | Path], environ: Mapping[s
         python = installed_trainer(environ)
     except CannotRun as refused:
         return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
-    command = [python, "-W", "ignore", "-m", module, *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environ))
+    # The module's own standard error is quoted when it fails; how much is done goes past it to the user.
+    shown = os.dup(2)
+    command = [python, "-W", "ignore", "-m", module, *arguments, "--shares-to", str(shown)]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=dict(environ), pass_fds=(shown,)
+        )
+    finally:
+        os.close(shown)
     return Conversion(process.returncode, (process.stderr if process.returncode else process.stdout).strip())

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moejob_api.job.model import DataFormat, Dataset
-from moejob_trainer.data.sources import read_records
+from moejob_trainer.data.sources import count_records, read_records
 from moejob_trainer.errors import BadData
 from trainer.training_data import write_jsonl
 
@@ -170,3 +170,25 @@ def test_whole_pairs_escapes_and_a_byte_order_mark_are_read(tmp_path: Path) -> N
     file.write_bytes(b"\xef\xbb\xbf" + rb'{"text": "\ud83d\ude00 \\ud83d \u0000"}' + b"\r\n")
     (record,) = read_records(Dataset(source=str(file), format=DataFormat.TEXT))
     assert record.fields == {"text": "\U0001f600 \\ud83d \0"}
+
+
+def test_records_are_counted_where_a_look_at_the_files_tells(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": str(number)} for number in range(5)]
+    write_jsonl(tmp_path / "a.jsonl", *rows)
+    parquet(tmp_path / "a.parquet", rows)
+    (tmp_path / "a.csv").write_text("text\n1\n2\n")
+    folder = tmp_path / "splits"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", *rows)
+    parquet(folder / "test.parquet", rows[:2])
+
+    def count(source: Path | str, **fields: Any) -> int | None:
+        return count_records(Dataset(source=str(source), format=DataFormat.TEXT, **fields))
+
+    assert count(tmp_path / "a.jsonl") == count(tmp_path / "a.parquet") == len(read(tmp_path / "a.jsonl")) == 5
+    assert count(tmp_path / "a.jsonl", max_examples=3) == 3
+    assert (count(folder), count(folder, split="test")) == (5, 2)
+    # What a look does not tell: rows of CSV may span lines, and a choice is made when a record is read.
+    assert count(tmp_path / "a.csv") is None
+    assert count(tmp_path / "a.jsonl", where={"text": "1"}) is None
+    assert count("moejob/tiny-chats") is count(tmp_path / "absent.jsonl") is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 
-from moejob_trainer.runtime.share_display import LINE_SECONDS, ShareDisplay
+from moejob_trainer.runtime.heartbeats import ignore_share
+from moejob_trainer.runtime.share_display import LINE_SECONDS, ShareDisplay, open_share_display
 
 
 class Terminal(io.StringIO):
@@ -41,3 +42,7 @@ def test_a_work_without_an_end_shows_nothing() -> None:
     stream = io.StringIO()
     ShareDisplay("exporting", stream, iter((0.0, 99.0)).__next__)(5, 0)
     assert stream.getvalue() == ""
+
+
+def test_without_a_descriptor_nothing_is_shown() -> None:
+    assert open_share_display("exporting", None) is ignore_share

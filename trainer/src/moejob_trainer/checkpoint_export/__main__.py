@@ -1,6 +1,6 @@
 """`python -m moejob_trainer.checkpoint_export`, which `moejob export` starts.
 
-RUN --out FOLDER [--step N|best] [--merge-adapters] [--dtype TYPE] [--base FOLDER]
+RUN --out FOLDER [--step N|best] [--merge-adapters] [--dtype TYPE] [--base FOLDER] [--shares-to FD]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoint_export.run import BEST, Best, read_stored_run
 from moejob_trainer.checkpoint_export.run_export import ExportOptions, export_run
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.runtime.share_display import ShareDisplay
+from moejob_trainer.runtime.share_display import open_share_display
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = export_run(
             read_stored_run(options.run, options.step),
             ExportOptions(
-                options.out, options.merge_adapters, dtype, options.base, report_share=ShareDisplay("exporting")
+                options.out,
+                options.merge_adapters,
+                dtype,
+                options.base,
+                report_share=open_share_display("exporting", options.shares_to),
             ),
         )
     except (BadConfiguration, InvalidSpec) as error:
@@ -61,6 +65,7 @@ def describe_failure(error: OSError, run: Path, out: Path) -> str:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moejob_trainer.checkpoint_export")
+    parser.add_argument("--shares-to", type=int)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--step", type=_parse_step)

@@ -4,7 +4,7 @@ import CHECKPOINT --config FOLDER --out FOLDER
 export FOLDER --out FOLDER [--replace]
 check FOLDER
 
---parent PID ends the program with the process that started it.
+--parent PID ends the program with the process that started it; --shares-to FD shows how much is done.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moejob_trainer.interchange.conversion import (
     require_convertible_model,
 )
 from moejob_trainer.rewards.confinement import end_with_parent
+from moejob_trainer.runtime.share_display import open_share_display
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +59,8 @@ def _run_check(options: argparse.Namespace) -> str:
 
 
 def _run_import(options: argparse.Namespace) -> str:
-    report = import_megatron_checkpoint(options.source, options.config, options.out)
+    report_share = open_share_display("importing", options.shares_to)
+    report = import_megatron_checkpoint(options.source, options.config, options.out, report_share)
     return f"wrote {options.out}: {len(report.checksums)} tensors, {report.bytes:,} bytes, each read back and compared"
 
 
@@ -78,6 +80,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--shares-to", type=int)
     return parser
 
 

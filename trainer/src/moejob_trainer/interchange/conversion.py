@@ -38,6 +38,7 @@ from moejob_trainer.interchange.torch_dist import (
 )
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.disk import Disk, publish_folder
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ITERATION = "iter_0000000"
@@ -147,14 +148,16 @@ class _LazyParameters(Mapping[str, Tensor]):
         return len(self.source.table.parameters)
 
 
-def import_megatron_checkpoint(checkpoint: Path, template: Path, folder: Path) -> ExportReport:
+def import_megatron_checkpoint(
+    checkpoint: Path, template: Path, folder: Path, report_share: ShareReport = ignore_share
+) -> ExportReport:
     """Write a Megatron checkpoint as a Hugging Face folder; `template` has the config.json and the tokenizer."""
     _refuse_existing(folder)
     for foreign_folder in (checkpoint, template):
         require_links_inside(foreign_folder)
     tensor_table, tensors, _ = _read_model(template)
     weights = MegatronWeights.open(find_iteration_folder(checkpoint), tensor_table, tensors)
-    target = ExportTarget(folder, template, weights.common_dtype())
+    target = ExportTarget(folder, template, weights.common_dtype(), report_share=report_share)
     with remove_on_failure(target.unfinished_folder):
         return export_weights(
             _LazyParameters(PublishedCheckpoint(weights, tensor_table, ())), tensor_table, ModelGroups(), target

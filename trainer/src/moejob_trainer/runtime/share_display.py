@@ -1,23 +1,36 @@
-"""The share of a long work for the user of a command: a bar on a terminal, a line every ten seconds elsewhere."""
+"""The share of a long work for the user of a command: a bar on a terminal, a line every ten seconds elsewhere.
+
+The command line reads the output of the program that does the work, and quotes it when the work fails. So the share has
+a way of its own: a descriptor of the command's standard error, which the command passes on.
+"""
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
+
 LINE_SECONDS = 10.0
 _BAR_SECONDS, _BAR_WIDTH = 0.1, 40
 
 
+def open_share_display(work: str, descriptor: int | None) -> ShareReport:
+    """Return what shows the shares of a work on a descriptor; without one, nothing does."""
+    if descriptor is None:
+        return ignore_share
+    return ShareDisplay(work, os.fdopen(descriptor, "w", closefd=False))
+
+
 @dataclass(slots=True)
 class ShareDisplay:
-    """Draws each share that it is given, not too often. It writes to standard error: results are on standard output."""
+    """Draws each share that it is given, not too often."""
 
     work: str
-    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    stream: TextIO
     clock: Callable[[], float] = time.monotonic
     _shown_at: float = field(init=False)
 
