@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from moejob_trainer.loop import LoopOutcome, TrainingRun, run_training_loop
-from moejob_trainer.objectives import ObjectiveState
+from moejob_trainer.objectives import ObjectiveState, StoppedWaiting
 from moejob_trainer.training import LossFunction, LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 
 
@@ -21,6 +21,8 @@ class World:
     every: int = 1
     skipped: frozenset[int] = frozenset()
     stopped_at: int | None = None
+    # Asked to stop while the step after this one waits for its data.
+    waiting_at: int | None = None
     best: frozenset[int] = frozenset()
     over_at: int | None = None
     done: int = 0
@@ -49,6 +51,8 @@ class World:
         return self.over_at is not None and self.done >= self.over_at
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
+        if step == self.waiting_at:
+            raise StoppedWaiting
         yield []
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:  # noqa: ARG002
@@ -110,6 +114,9 @@ CASES: dict[str, tuple[World, LoopOutcome, list[int]]] = {
         LoopOutcome.PREEMPTED,
         [4],
     ),
+    "before it stops while a step waits": (World(every=9, waiting_at=4), LoopOutcome.PREEMPTED, [4]),
+    "nothing twice when it stops while a step waits": (World(every=2, waiting_at=4), LoopOutcome.PREEMPTED, [2, 4]),
+    "nothing when it stops before a step": (World(begun=3, waiting_at=3), LoopOutcome.PREEMPTED, []),
     "and is done when stopped at the end": (World(every=9, stopped_at=6), LoopOutcome.COMPLETED, [6]),
 }
 
@@ -131,4 +138,5 @@ def test_the_loop_saves(name: str) -> None:
     assert (run_training_loop(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]
     # Counted by the loop, from what was restored: the engine's updates do not say how far the schedule is.
-    assert world.steps == [step - 1 for step in reported]
+    waiting_steps = [] if world.waiting_at is None else [world.waiting_at]
+    assert world.steps == [*(step - 1 for step in reported), *waiting_steps]

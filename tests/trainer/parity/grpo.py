@@ -82,6 +82,9 @@ class RecordedSource:
         """Nothing is evaluated."""
         return {}
 
+    def give_up_request(self) -> None:
+        """There is none."""
+
     def log_samples(self, step: int, advantages: Sequence[float]) -> None:
         """Note nothing."""
 

@@ -88,6 +88,22 @@ def test_an_answer_that_no_step_waits_for_may_take_longer() -> None:
     assert fleet_limits(given).answer_seconds > 3600
 
 
+def test_a_run_that_is_asked_to_stop_waits_for_no_engine() -> None:
+    requests_to_stop: list[str] = []
+    connection = EngineConnection("secret")
+    # No server listens there.
+    fleet = EngineFleet(["http://127.0.0.1:9"], connection, LIMITS, lambda: bool(requests_to_stop))
+    ready = threading.Thread(target=lambda: found.append(connection.run(fleet.wait_for_engines(600))), daemon=True)
+    found: list[tuple[object, ...]] = []
+    ready.start()
+    until(lambda: bool(fleet.engines[0].problem), "a look at the engine")
+    assert ready.is_alive()
+    requests_to_stop.append("SIGTERM")
+    ready.join(60)
+    assert found == [()]
+    connection.close()
+
+
 def test_each_request_gets_its_own_answer_with_the_version_of_each_token(serve: Serve) -> None:
     asked = requests(groups=20, members=4)
     answers = serve().serve().answers(asked)
@@ -246,7 +262,7 @@ def test_what_is_asked_of_engines_that_lost_the_weights_waits_for_the_next_publi
 
     async def answered() -> list[Answer]:
         asked = asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
-        await served.generator.wait_until_outdated()
+        await served.generator.wait_for_interruption()
         assert not asked.done()
         await asyncio.to_thread(served.serve)
         return await asked
@@ -260,7 +276,7 @@ def test_engines_are_not_outdated_while_one_has_the_weights(serve: Serve) -> Non
     until(lambda: len(served.fleet.serving_engines) == 1, "an engine of other weights serves")
 
     async def is_outdated() -> bool:
-        waiting = asyncio.create_task(served.generator.wait_until_outdated())
+        waiting = asyncio.create_task(served.generator.wait_for_interruption())
         await asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
         try:
             return waiting.done()

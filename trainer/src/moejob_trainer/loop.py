@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from moejob_trainer.objectives import Objective
+from moejob_trainer.objectives import Objective, StoppedWaiting
 from moejob_trainer.training import TrainingEngine, UpdateResult
 
 
@@ -65,13 +65,16 @@ class TrainingRun:
 def run_training_loop(run: TrainingRun) -> LoopOutcome:
     """Step until the run is done or asked to stop, and save the state by then."""
     step, is_owed = run.checkpoints.restore(), False
+    saved_step = step
     run.begin_stepping()
     while step < run.total_steps and not run.is_over():
-        run.engine.begin_step(step)
-        with run.trace_step(step + 1):
-            results = [
-                run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
-            ]
+        try:
+            results = _make_updates(run, step)
+        except StoppedWaiting:
+            # The state is still that after the step before.
+            if saved_step < step:
+                run.checkpoints.save(step)
+            return LoopOutcome.PREEMPTED
         step += 1
         run.report(step, results)
         is_stopping, is_sound = run.stop.has_agreed(), all(result.is_applied for result in results)
@@ -82,7 +85,14 @@ def run_training_loop(run: TrainingRun) -> LoopOutcome:
         # would push every good checkpoint out of those that are kept.
         if is_stopping or is_last or run.is_among_best(step) or (is_owed and is_sound):
             run.checkpoints.save(step)
-            is_owed = False
+            saved_step, is_owed = step, False
         if is_stopping and not is_last:
             return LoopOutcome.PREEMPTED
     return LoopOutcome.COMPLETED
+
+
+def _make_updates(run: TrainingRun, step: int) -> list[UpdateResult]:
+    """Make the updates of a step; StoppedWaiting before the first of them where the run stops instead."""
+    run.engine.begin_step(step)
+    with run.trace_step(step + 1):
+        return [run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)]

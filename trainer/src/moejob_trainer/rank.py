@@ -26,7 +26,6 @@ from moejob_trainer.runtime.environment import RankEnvironment, read_rank_enviro
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat, working_heartbeat
 from moejob_trainer.runtime.profiling import step_tracer
 from moejob_trainer.runtime.start_timing import StartTimer, StartTiming, slowest_start
-from moejob_trainer.runtime.stopping import AgreedStop
 from moejob_trainer.setup.checkpoints import build_checkpoints, build_writer, last_save_times
 from moejob_trainer.setup.context import RankContext, join_ranks
 from moejob_trainer.setup.final_export import export_finished_model
@@ -132,14 +131,13 @@ def _train_model(
             signals.begin_stepping()
             reporter.report_step(step, results)
 
-        stop = AgreedStop(context.control)
-        stop.listen_for_signals()
+        context.stop.listen_for_signals()
         outcome = run_training_loop(
             TrainingRun(
                 engine=engine,
                 objective=objective,
                 checkpoints=checkpoints,
-                stop=stop,
+                stop=context.stop,
                 total_steps=total_steps,
                 report=report_step,
                 is_among_best=evaluations.is_among_best,

@@ -94,7 +94,7 @@ class TransformersEngine:
     def release(self) -> None:
         """Hold what there is."""
 
-    async def wait_until_outdated(self) -> None:
+    async def wait_for_interruption(self) -> None:
         """It loses nothing."""
         await asyncio.Event().wait()
 

@@ -26,7 +26,7 @@ from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.objectives import ObjectiveState
+from moejob_trainer.objectives import ObjectiveState, StoppedWaiting
 from moejob_trainer.objectives.grpo.collecting import PromptSets, RolloutCollector
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
@@ -75,6 +75,8 @@ class Scripted:
     routings: list[ref[Array]] = field(default_factory=list)
     # Of these answers and those before them the weights are lost, once each.
     losses: set[int] = field(default_factory=set)
+    # From this answer on there is none, and the run is asked to stop.
+    stopped_at: int | None = None
     published: list[int] = field(default_factory=list)
     # Why the next publications fail.
     failures: list[Exception] = field(default_factory=list)
@@ -86,6 +88,8 @@ class Scripted:
         assert self.is_awake
         self.asked.append(request)
         self.routed.append(sampling.routing)
+        if self.is_stopping():
+            await asyncio.Event().wait()
         if len(self.asked) in self.losses:
             self._given.clear()
             self._outdated.set()
@@ -99,9 +103,14 @@ class Scripted:
             self.routings.append(ref(routing))
         return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason, routing)
 
-    async def wait_until_outdated(self) -> None:
-        """Wait until the weights are lost."""
-        await self._outdated.wait()
+    def is_stopping(self) -> bool:
+        """Return whether the run is asked to stop."""
+        return self.stopped_at is not None and len(self.asked) >= self.stopped_at
+
+    async def wait_for_interruption(self) -> None:
+        """Wait until the weights are lost, or until the run is asked to stop."""
+        while not self.is_stopping() and not self._outdated.is_set():  # noqa: ASYNC110 its event would be of another loop
+            await asyncio.sleep(0.05)
 
     def measure_idle_share(self) -> float:
         """Return a share that no engine measured."""
@@ -237,7 +246,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         collector = RolloutCollector(grpo, asker, prompts, sampling, tmp_path).__enter__()
         open_collectors.append(collector)
         recorder = StepRecorder(tmp_path, {}, lambda: collector.last_sampled) if grpo.record_tokens else None
-        parts = StepServices(PeerRanks(), engines, collector, recorder=recorder)
+        parts = StepServices(PeerRanks(), engines, collector, recorder=recorder, has_agreed_to_stop=engines.is_stopping)
         return Run(GroupRelativePolicyOptimization(GrpoSettings(grpo, PLAN, updates, 5), parts), collector, engines)
 
     yield start
@@ -448,6 +457,39 @@ def test_groups_of_other_settings_are_asked_again_with_their_numbers(
     resumed.step(1)
     assert sorted({request.group for request in resumed.engines.asked}) == [2, 3, 4, 5]
     assert "2 groups of the checkpoint were sampled or rewarded with other settings" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_that_is_asked_to_stop_while_it_waits_is_made_later_from_the_same_answers(
+    started: Callable[..., Run], staleness: int
+) -> None:
+    grpo = _grpo(rollout={"staleness": staleness})
+    undisturbed, stopped = started(grpo, _first_is_right), started(grpo, _first_is_right)
+    # The first group is complete, and its step has taken it.
+    stopped.engines.stopped_at = 3
+    with pytest.raises(StoppedWaiting):
+        stopped.step(0)
+    assert not stopped.engines.is_awake
+    resumed = _restart(stopped, started(grpo, _first_is_right))
+    assert resumed.step(0)[1] == undisturbed.step(0)[1]
+    # No group twice, none left out.
+    assert sorted({request.group for request in resumed.engines.asked}) == list(range(1, 2 + 2 * staleness))
+
+
+def test_a_publication_that_is_asked_to_stop_is_not_repeated(started: Callable[..., Run]) -> None:
+    run = started(_grpo(), _first_is_right)
+    run.engines.stopped_at, run.engines.failures = 0, [EnginesLost("no engine is ready")]
+    with pytest.raises(StoppedWaiting):
+        run.step(2)
+    assert run.engines.published == [2]
+
+
+def test_an_evaluation_that_is_asked_to_stop_takes_no_answers(started: Callable[..., Run]) -> None:
+    run = started(_grpo(), _first_is_right, evaluation=_prompts(1))
+    run.engines.stopped_at = 1
+    with pytest.raises(StoppedWaiting):
+        run.objective.evaluate(1, run.engine)
+    assert not run.engines.is_awake
 
 
 def test_samples_of_a_step_are_written_with_what_they_were_worth(started: Callable[..., Run], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moejob_trainer.data.stream import BatchShare, BatchSize, evaluation_batches
 from moejob_trainer.distributed.coordination import Coordinator, run_on_first_rank
 from moejob_trainer.evaluation.answers import EvalPrompts
 from moejob_trainer.evaluation.ranking import EvaluationRanking, EvaluationScore, RankingTerms, add_evaluation
-from moejob_trainer.objectives import Objective
+from moejob_trainer.objectives import Objective, StoppedWaiting
 from moejob_trainer.objectives.answering import NextTokenModel
 from moejob_trainer.training import TrainingEngine
 
@@ -103,7 +103,11 @@ class RankedEvaluations:
         """Evaluate if it is due; return the metrics to report."""
         if not needs_evaluation(self._spec, step, self._total_steps):
             return {}
-        metrics = self._evaluate(step)
+        try:
+            metrics = self._evaluate(step)
+        except StoppedWaiting:
+            # The step that was made is reported and saved without it.
+            return {}
         self._ranking = run_on_first_rank(self._ranks, partial(self._rank_evaluation, step, metrics), _RANKING)
         if self._ranks.rank == 0 and self.is_stopped_early():
             sys.stdout.write(f"{self.stop_reason()}\n")

@@ -23,11 +23,15 @@ class ObjectiveState:
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
 
+class StoppedWaiting(Exception):
+    """A wait that ends because the run is asked to stop. Every rank raises it, before any update of the step."""
+
+
 class Objective(Protocol):
     """A training method. Every rank holds one and calls its methods in the same order."""
 
     def updates(self, step: int, engine: TrainingEngine) -> Iterable[Sequence[MicroBatch]]:
-        """This data rank's micro batches of each update of a step."""
+        """This data rank's micro batches of each update of a step. StoppedWaiting instead of a long wait for them."""
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         """The weighted sum of a micro batch's losses."""

@@ -118,7 +118,15 @@ CatchUp = Callable[[RolloutEngine], Awaitable[None]]
 class EngineFleet:
     """The engines, and the choice of the next one to ask."""
 
-    def __init__(self, urls: Sequence[str], connection: EngineConnection, limits: FleetLimits) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        connection: EngineConnection,
+        limits: FleetLimits,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        # The run is asked to stop: no engine is waited for.
+        self._is_stopping = is_stopping
         self.engines = tuple(RolloutEngine(url) for url in urls)
         self.connection, self.limits = connection, limits
         self.label: WeightsLabel | None = None
@@ -196,11 +204,17 @@ class EngineFleet:
         """Return the mean share of time since the last call in which engines had nothing to compute."""
         return mean_idle_share([engine.idle_clock for engine in self.engines], time.monotonic())
 
-    async def wait_until_outdated(self) -> None:
-        """Wait until no engine serves, and at least one replies that needs the published weights again."""
+    async def wait_for_interruption(self) -> None:
+        """Wait until the run is asked to stop, or no engine serves and one replies that needs the weights again."""
         async with self._changed:
-            while self.serving_engines or not any(engine.is_outdated for engine in self.engines):
-                await self._changed.wait()
+            while not self._is_stopping() and not self._needs_publication():
+                # A signal asks for the stop, and a handler of signals can notify no task here.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.limits.look_seconds):
+                        await self._changed.wait()
+
+    def _needs_publication(self) -> bool:
+        return not self.serving_engines and any(engine.is_outdated for engine in self.engines)
 
     async def await_unless_lost(self, engine: RolloutEngine, request: Awaitable[T]) -> T:
         """Await a request to an engine; EngineLost as soon as the engine is lost."""
@@ -316,6 +330,8 @@ class EngineFleet:
     async def wait_for_engines(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
+        A run that is asked to stop waits for none.
+
         In the middle of a run an engine that is away may never return; if it does, it gets the weights then, or with
         the next publication. Ranks that are restarted in the middle of a run wait a while for all engines.
         """
@@ -323,7 +339,7 @@ class EngineFleet:
         while True:
             ready = await _filter_engines(self.engines, self._is_ready)
             waited = time.monotonic() - began_at
-            if len(ready) == len(self.engines):
+            if len(ready) == len(self.engines) or self._is_stopping():
                 return ready
             if ready and waited >= min(seconds, await self._waiting_limit(ready, seconds)):
                 return ready
@@ -387,9 +403,9 @@ class FleetGenerator:
         """Generate an answer in the loop of the fleet's thread."""
         return await self._fleet.connection.await_result(self._generate_answer(request, sampling))
 
-    async def wait_until_outdated(self) -> None:
+    async def wait_for_interruption(self) -> None:
         """Wait in the loop of the fleet's thread."""
-        await self._fleet.connection.await_result(self._fleet.wait_until_outdated())
+        await self._fleet.connection.await_result(self._fleet.wait_for_interruption())
 
     def measure_idle_share(self) -> float:
         """Read the clocks of engines in their thread, which moves them."""

@@ -106,8 +106,8 @@ class AnswerGenerator(Protocol):
     async def generate(self, request: GenerationRequest, sampling: SamplingParams) -> Answer:
         """Return an answer of the engine with the least work among those that have the published weights."""
 
-    async def wait_until_outdated(self) -> None:
-        """Wait until no engine has the published weights any more, and one is there to take them again."""
+    async def wait_for_interruption(self) -> None:
+        """Wait until no engine has the published weights and one is there to take them, or the run is asked to stop."""
 
     def measure_idle_share(self) -> float:
         """Return the share of time since the last call in which an engine had nothing to compute; the mean, 0 to 1."""

@@ -23,6 +23,10 @@ class AgreedStop:
         """End after the step that is under way."""
         self._is_requested = True
 
+    def is_requested(self) -> bool:
+        """Return whether this rank was asked. It may be called from any thread."""
+        return self._is_requested
+
     def has_agreed(self) -> bool:
         """Return whether any rank was asked. All ranks call it together."""
         requests = torch.tensor([int(self._is_requested)])

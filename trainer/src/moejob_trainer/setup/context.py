@@ -22,6 +22,7 @@ from moejob_trainer.runtime.devices import new_control_group, start_device
 from moejob_trainer.runtime.disk import explain_failure
 from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.heartbeats import Heartbeat
+from moejob_trainer.runtime.stopping import AgreedStop
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class RankContext:
     layout: Layout
     placement: TrainingPlacement
     heartbeat: Heartbeat
+    stop: AgreedStop
 
     @property
     def spec(self) -> Spec:
@@ -81,5 +83,7 @@ def join_ranks(environment: RankEnvironment, heartbeat: Heartbeat) -> Iterator[R
         use_cpu()
     sizes = derive_layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes, environment.spec.moe.dispatcher)
-    yield RankContext(environment, sizes, TrainingPlacement(groups, device, new_control_group()), heartbeat)
+    control = new_control_group()
+    placement = TrainingPlacement(groups, device, control)
+    yield RankContext(environment, sizes, placement, heartbeat, AgreedStop(control))
     dist.destroy_process_group()

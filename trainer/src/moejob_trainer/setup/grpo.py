@@ -63,7 +63,8 @@ def build_grpo(
     )
     waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
     peers = PeerRanks(context.environment.rank, context.control, context.groups.data, context.placement.device)
-    services = StepServices(peers, engines.publisher, collector, waiting, _build_recorder(context, collector))
+    recorder = _build_recorder(context, collector)
+    services = StepServices(peers, engines.publisher, collector, waiting, recorder, context.stop.has_agreed)
     return GrpoRun(GroupRelativePolicyOptimization(settings, services), collector)
 
 

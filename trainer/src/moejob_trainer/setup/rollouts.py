@@ -54,7 +54,12 @@ def connect_engines(
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
     limits, is_first = fleet_limits(context.spec), context.environment.rank == 0
     fleet = (
-        EngineFleet(_read_engine_urls(os.environ), EngineConnection(os.environ.get(Environment.SECRET)), limits)
+        EngineFleet(
+            _read_engine_urls(os.environ),
+            EngineConnection(os.environ.get(Environment.SECRET)),
+            limits,
+            context.stop.is_requested,
+        )
         if is_first
         else None
     )

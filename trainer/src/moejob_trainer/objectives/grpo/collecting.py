@@ -65,7 +65,12 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, grpo: Grpo, sampler: GroupSampler, prompts: PromptSets, params: SamplingParams, folder: Path
+        self,
+        grpo: Grpo,
+        sampler: GroupSampler,
+        prompts: PromptSets,
+        params: SamplingParams,
+        folder: Path,
     ) -> None:
         self._grpo, self._sampler, self._prompts, self._folder = grpo, sampler, prompts, folder
         self._params = params
@@ -100,7 +105,10 @@ class RolloutCollector:
         return self._prompts.training.epoch
 
     def collect_rollouts(self, step: int) -> RolloutBatch | None:
-        """Return the rollouts of a step, without groups of failed rewards; None when engines lost the weights."""
+        """Return the rollouts of a step, without groups of failed rewards.
+
+        None when engines lost the weights, or when the run is asked to stop.
+        """
         scorer = self._sampler.scorer
         sampled = self._run_request(lambda: self._take_groups(step))
         if sampled is None:
@@ -144,6 +152,10 @@ class RolloutCollector:
             # No step waits for answers that were scored beside the evaluation's.
             self._sampler.scorer.forget_failures()
         return evaluation_metrics(groups, dict(zip(self._sampler.scorer.names, weights, strict=True)))
+
+    def give_up_request(self) -> None:
+        """Return the groups that an unfinished request has taken to the queue, for the next checkpoint."""
+        self._loop.run(self._give_up_request())
 
     def log_samples(self, step: int, advantages: Sequence[float]) -> None:
         """Write the answers of a step to samples/step-N.jsonl, and a few to the log."""
@@ -200,13 +212,19 @@ class RolloutCollector:
             self._queue.restore_contents(contents, step)
         return await self._queue.take_groups(step)
 
+    async def _give_up_request(self) -> None:
+        request, self._unfinished_request = self._unfinished_request, None
+        if request is not None:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
     async def _cancel_requests(self) -> None:
         self._queue.cancel_requests()
         if self._unfinished_request is not None:
             self._unfinished_request.cancel()
 
     def _run_request(self, start_request: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Return the reply of engines; None when they lost the weights: the next call waits for the same request."""
+        """Return the reply of engines; None instead of a longer wait: the next call waits for the same request."""
         is_done = self._loop.run(self._finishes_in_time(start_request))
         if not is_done or self._unfinished_request is None:
             return None
@@ -218,11 +236,11 @@ class RolloutCollector:
         if self._unfinished_request is None:
             self._unfinished_request = asyncio.get_running_loop().create_task(start_request())
         request = self._unfinished_request
-        loss_of_weights = asyncio.ensure_future(self._sampler.generator.wait_until_outdated())
+        interruption = asyncio.ensure_future(self._sampler.generator.wait_for_interruption())
         try:
-            await asyncio.wait({request, loss_of_weights}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request, interruption}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            loss_of_weights.cancel()
+            interruption.cancel()
         return request.done()
 
     def _log_failures(self) -> None:

@@ -100,28 +100,32 @@ class GroupQueue:
         self._owed = deque(sorted(owed, key=lambda prompt: prompt.number))
 
     async def take_groups(self, step: int) -> SampledGroups:
-        """Return the groups of a step, whose weights have been published, and ask for those of later steps."""
+        """Return the groups of a step, whose weights have been published, and ask for those of later steps.
+
+        A step that is cancelled takes none.
+        """
         self._places = StepPlaces(step)
-        groups: list[AnswerGroup] = []
+        taken: list[FinishedGroup] = []
         awaited: set[int] = set()
         began_at, asked_again = self._loop_time(), 0
-        while self._places.open_places(self._limits) > 0:
-            self._ask_groups()
-            self._raise_failure()
-            entry = takeable_group(self._limits, self._places, list(self._pending.values()))
-            if entry is None:
-                held_back = {group.number for group in self._awaited_groups()} if self._holds_complete() else set()
-                awaited |= held_back
-                await self._wait_for_change()
-                asked_again += self._ask_again()
-                continue
-            del self._pending[entry.number]
-            finished = _as_finished(entry)
-            if finished is None:
-                raise ValueError(f"group {entry.number} was taken before it was complete")
-            _refuse_older(finished, step - self._limits.staleness)
-            groups.append(finished.group)
-            self._places = self._places.take_place(is_chosen=left_out_reason(finished.group, self._grpo) is None)
+        try:
+            while self._places.open_places(self._limits) > 0:
+                self._ask_groups()
+                self._raise_failure()
+                entry = takeable_group(self._limits, self._places, list(self._pending.values()))
+                if entry is None:
+                    held_back = {group.number for group in self._awaited_groups()} if self._holds_complete() else set()
+                    awaited |= held_back
+                    await self._wait_for_change()
+                    asked_again += self._ask_again()
+                    continue
+                taken.append(self._take_complete(entry, step - self._limits.staleness))
+                is_chosen = left_out_reason(taken[-1].group, self._grpo) is None
+                self._places = self._places.take_place(is_chosen=is_chosen)
+        except asyncio.CancelledError:
+            self._pending |= {finished.number: finished for finished in taken}
+            raise
+        groups = [finished.group for finished in taken]
         last_answer = max(answer.answered_at for group in groups for answer in group.answers)
         return replace(
             compose_step(groups, self._grpo),
@@ -146,6 +150,14 @@ class GroupQueue:
         owed = [self._owed.popleft() for _ in range(min(count, len(self._owed)))]
         for prompt in (*owed, *self._prompts.next_prompts(count - len(owed))):
             self._pending[prompt.number] = self._start_group(prompt, 0)
+
+    def _take_complete(self, entry: FinishedGroup | _RunningGroup, oldest_version: int) -> FinishedGroup:
+        del self._pending[entry.number]
+        finished = _as_finished(entry)
+        if finished is None:
+            raise ValueError(f"group {entry.number} was taken before it was complete")
+        _refuse_older(finished, oldest_version)
+        return finished
 
     def _start_group(self, prompt: NumberedPrompt, attempt: int) -> _RunningGroup:
         task = asyncio.get_running_loop().create_task(self._sample(prompt, attempt))

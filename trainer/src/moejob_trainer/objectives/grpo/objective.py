@@ -54,7 +54,7 @@ from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.packing import BatchPlan, build_rank_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.objectives import ObjectiveState
+from moejob_trainer.objectives import ObjectiveState, StoppedWaiting
 from moejob_trainer.objectives.grpo import rollout_batch
 from moejob_trainer.objectives.grpo.loss import build_loss_mask, engine_mismatch, grpo_loss
 from moejob_trainer.objectives.grpo.rank_exchange import PeerRanks
@@ -83,6 +83,9 @@ class RolloutSource(Protocol):
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Return the numbers of an evaluation."""
+
+    def give_up_request(self) -> None:
+        """Take nothing of a request that is under way: its groups are those of a later step."""
 
     def log_samples(self, step: int, advantages: Sequence[float]) -> None:
         """Note the mean advantage of each answer's tokens."""
@@ -113,13 +116,18 @@ class GrpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepServices:
-    """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting_heartbeat` beats in waits."""
+    """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting_heartbeat` beats in waits.
+
+    All ranks call `has_agreed_to_stop` together. It is asked where engines have not done what a step needs, so a run
+    that is asked to stop saves at once, and does not wait for engines or answers that may take hours.
+    """
 
     peers: PeerRanks
     publisher: WeightPublisher
     rollouts: RolloutSource | None
     waiting_heartbeat: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
     recorder: StepRecorder | None = None
+    has_agreed_to_stop: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)
@@ -238,8 +246,9 @@ class GroupRelativePolicyOptimization:
     def _ask_engines(self, step: int, engine: TrainingEngine, request: Callable[[], T | None] | None) -> T | None:
         """Return the reply of engines on rank 0, None elsewhere; publish the weights again when engines lose them."""
         while not self.services.peers.broadcast_flag((reply := None if request is None else request()) is not None):
-            self._log_line(f"no engine has the weights of step {step} any more; they are given to them again")
             self.services.publisher.release()
+            self._end_wait_if_stopping()
+            self._log_line(f"no engine has the weights of step {step} any more; they are given to them again")
             self._sync = self._publish_weights(step, engine)
         return reply
 
@@ -253,9 +262,19 @@ class GroupRelativePolicyOptimization:
                 if isinstance(failure, WrongWeights) and were_wrong:
                     raise
                 were_wrong |= isinstance(failure, WrongWeights)
-                self._log_line(f"the weights of step {step} are published once more: {failure}")
+                lost = failure
             publisher.release()
+            self._end_wait_if_stopping()
+            self._log_line(f"the weights of step {step} are published once more: {lost}")
         return publisher.publish(step, engine.export_weights(publisher.stacked_elements))
+
+    def _end_wait_if_stopping(self) -> None:
+        """Raise StoppedWaiting on every rank if the run is asked to stop. The step has taken no group then."""
+        if not self.services.has_agreed_to_stop():
+            return
+        if self.services.rollouts is not None:
+            self.services.rollouts.give_up_request()
+        raise StoppedWaiting
 
     def _log_line(self, line: str) -> None:
         if self.services.peers.is_first:
