@@ -132,8 +132,17 @@ def test_a_folder_is_copied_to_the_byte_and_no_link_with_it(run_folder: Path, tm
         target = tmp_path / "copy"
         assert await client.copy("job", "export", target) == 2
         copied = {str(path.relative_to(target)): path for path in target.rglob("*") if not path.is_dir()}
-        assert sorted(copied) == ["export/config.json", "export/deep/weights"]
-        assert copied["export/deep/weights"].read_bytes() == (run_folder / "export/deep/weights").read_bytes()
+        assert sorted(copied) == ["config.json", "deep/weights"]
+        assert copied["deep/weights"].read_bytes() == (run_folder / "export/deep/weights").read_bytes()
+
+    run_story(run_folder, story)
+
+
+def test_one_file_is_copied_into_its_folder(run_folder: Path, tmp_path: Path) -> None:
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        assert await client.copy("job", "export/deep/weights", tmp_path / "copy") == 1
+        assert [path.name for path in (tmp_path / "copy").iterdir()] == ["weights"]
 
     run_story(run_folder, story)
 

@@ -78,8 +78,16 @@ async def copy_files(volume: JobVolume, path: str, target: Path) -> int:
         members = archive.getmembers()
         if not members:
             raise JobRequestError(RequestFailure.NO_FILE, f"there is no {path} in the run folder")
+        for member in members:
+            member.name = _copied_name(PurePosixPath(member.name), parts)
         _extract_new(archive, target)
         return len(members)
+
+
+def _copied_name(name: PurePosixPath, path: PurePosixPath) -> str:
+    """Return where a file goes below the target: what the path names becomes the target, or a file in it."""
+    is_inside = name != path and name.is_relative_to(path)
+    return str(name.relative_to(path)) if is_inside else name.name
 
 
 def _extract_new(archive: tarfile.TarFile, target: Path) -> None:

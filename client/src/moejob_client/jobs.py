@@ -65,6 +65,11 @@ class AsyncClient:
         """Close its connections."""
         await self._http.close()
 
+    @property
+    def host(self) -> str:
+        """Return the address of the API server."""
+        return self._http.host
+
     async def submit(self, job: MoETrainingJob, *, dry_run: bool = False) -> str:
         """Create a job and return its UID. A dry run asks the API server for its verdict, and creates nothing."""
         version = job.api_version.rpartition("/")[2]

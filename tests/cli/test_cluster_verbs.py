@@ -1,0 +1,141 @@
+"""Verbs that read a job, as processes before a stand-in of an API server: their lines, JSON and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from moejob_cli.cluster_logs import parse_age
+from pod_log_server import NAMESPACE, PodLogServer, ServedPod, serve_pod_logs
+
+Result = tuple[int, str, str]
+RunVerb = Callable[..., Awaitable[Result]]
+Story = Callable[[PodLogServer, RunVerb], Awaitable[None]]
+ESCAPE = "\x1b[2J"
+# Each takes longer to import than all else that a verb does before its first request.
+HEAVY = ("kubernetes", "pydantic", "rich", "moejob_api.job.job", "moejob_api.diagnosis.diagnose")
+
+
+def run_story(folder: Path, story: Story) -> None:
+    async def served() -> None:
+        async with serve_pod_logs() as (server, client), asyncio.timeout(120):
+            server.run_folder = folder
+            kubeconfig = folder / "kubeconfig"
+            cluster = {"name": "c", "cluster": {"server": client.host}}
+            context = {"name": "c", "context": {"cluster": "c", "namespace": NAMESPACE}}
+            kubeconfig.write_text(json.dumps({"current-context": "c", "contexts": [context], "clusters": [cluster]}))
+
+            async def run_verb(*arguments: str) -> Result:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "moejob_cli", *arguments),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=os.environ | {"KUBECONFIG": str(kubeconfig)},
+                )
+                output, errors = await process.communicate()
+                return process.returncode or 0, output.decode(), errors.decode()
+
+            await story(server, run_verb)
+
+    asyncio.run(served())
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+
+def test_logs_have_rank_and_node_in_front_and_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        pod = await server.add_pod(ServedPod("job-0", "uid-0"))
+        await server.write(pod, "launcher starts")
+        await server.write(pod, f"[rank 1] {ESCAPE}loss")
+        assert await run_verb("logs", "job") == (
+            0,
+            "[job-0 node-1] launcher starts\n[rank 1 node-1] \\x1b[2Jloss\n",
+            "",
+        )
+        code, output, _ = await run_verb("logs", "job", "--rank", "1", "-o", "json")
+        [line] = [json.loads(text) for text in output.splitlines()]
+        assert (code, line["rank"], line["pod"], line["text"]) == (0, 1, "job-0", f"{ESCAPE}loss")
+
+    run_story(tmp_path, story)
+
+
+def test_steps_and_answers_are_printed_as_tables_and_as_json(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 2.123456789, "other": 7}\n{"step": 2, "loss": 1}\n')
+        (tmp_path / "samples").mkdir()
+        sample = {"prompt": "2+2?", "answer": f"4{ESCAPE}\nyes", "reward": 1.0}
+        (tmp_path / "samples" / "step-3.jsonl").write_text(json.dumps(sample) + "\n")
+        code, output, _ = await run_verb("steps", "job")
+        assert (code, [line.split() for line in output.splitlines()]) == (
+            0,
+            [["step", "loss"], ["1", "2.12346"], ["2", "1"]],
+        )
+        _, output, _ = await run_verb("steps", "job", "-o", "json")
+        assert [json.loads(line)["step"] for line in output.splitlines()] == [1, 2]
+        _, output, _ = await run_verb("samples", "job")
+        assert output == "--- step 3  reward 1\nprompt: 2+2?\nanswer: 4\\x1b[2J\nyes\n"
+        _, output, _ = await run_verb("samples", "job", "--step", "3", "-o", "json")
+        assert json.loads(output) == {"step": 3, **sample}
+        code, _, errors = await run_verb("samples", "job", "--step", "9")
+        assert (code, errors) == (3, "error: there are no answers of step 9; there are those of 3\n")
+
+    run_story(tmp_path, story)
+
+
+def test_files_are_copied_and_counted(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "config.json").write_text("{}")
+        target = tmp_path / "copy"
+        assert await run_verb("cp", "job", "export", str(target)) == (0, f"{target}: 1 files\n", "")
+        assert (target / "config.json").read_text() == "{}"
+        code, _, errors = await run_verb("cp", "job", "export", str(target))
+        assert (code, "exists already; name a new folder" in errors) == (1, True)
+
+    run_story(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("text", "age"),
+    [
+        ("90s", timedelta(seconds=90)),
+        ("10m", timedelta(minutes=10)),
+        ("1d", timedelta(days=1)),
+        ("1", None),
+        ("-1s", None),
+    ],
+)
+def test_an_age_is_read(text: str, age: timedelta | None) -> None:
+    assert parse_age(text) == age
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--since", "yesterday"], "is no age; write 90s, 10m, 2h or 1d"),
+        (["--previous", "-f"], "has a meaning only without --follow and --attempt"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "moejob_cli", "logs", "job", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, words in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_a_verb_waits_for_no_import_that_it_does_not_need() -> None:
+    modules = "moejob_cli.app, moejob_cli.cluster_jobs, moejob_cli.cluster_logs, moejob_cli.cluster_files"
+    program = f"import sys, {modules}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
