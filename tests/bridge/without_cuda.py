@@ -23,7 +23,6 @@ _MODULES = (
     "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.router",
-    "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
 
