@@ -393,6 +393,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         lifecycle={"backoffLimit": 0},
     ),
     scenario(
+        "pod 0 that somebody deletes is replaced alone, and not counted",
+        STARTED,
+        RUNNING,
+        (pod_deleted(0), Expected("Restarting", BOTH, attempt=0, spent=0, uncounted=1, says="was deleted")),
+        (pods_run, Expected("Running", BOTH, attempt=0, spent=0)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
         "pod 0 that runs out of memory is replaced alone",
         STARTED,
         RUNNING,

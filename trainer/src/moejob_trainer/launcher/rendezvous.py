@@ -3,7 +3,9 @@
 A round is one start of all ranks. It begins when every pod has arrived, and ends when a launcher writes its ending; all
 meet again in the next one. A pod takes the place of its index, and no other. (torch's own rendezvous orders
 agents by address as text, compares the clocks of machines and does not know which pod ended a round.) A launcher with
-another attempt or size is turned away, and so is a process whose pod was replaced. Knows nothing of processes.
+another attempt or size is turned away, and so is a process whose pod was replaced. The replacement of pod 0 hosts an
+empty store, whose rounds have higher numbers; a launcher that has lost the store before joins that. Knows nothing of
+processes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _POLL_SECONDS_PER_POD = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One start of all ranks; `number` counts from 0 in each attempt.
+    """One start of all ranks; `number` grows within an attempt, from 0.
 
     Ranks of this pod reach the store of the round at `port` of their loopback, whichever pod hosts it. `master` is the
     host of rank 0.
