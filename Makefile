@@ -227,6 +227,13 @@ images: #: Build container images: IMAGES="operator trainer-cpu" PREFIX=... TAG=
 bases: #: Look up the digests of base images, into images/bases.txt
 	@PYTHONPATH=scripts $(PYTHON) -m image_builds.bases $(ARGS)
 
+# With the builder that requirements/tools.txt pins.
+wheels: #: Build the Python packages into dist/; OUT=FOLDER
+	@for folder in crds client cli operator trainer rollout; do \
+	    scripts/uv --quiet build --wheel --python $(PYTHON) --require-hashes --build-constraints requirements/tools.txt \
+	        --out-dir $(or $(OUT),dist) $$folder || exit 1; \
+	done
+
 kind-demo: #: Train the tiny example on a cluster in Docker
 	@scripts/kind-demo
 
@@ -337,7 +344,7 @@ audit-images: #: Look up the contents of images among known vulnerabilities
 	@scripts/audit-images $(or $(IMAGES),operator trainer rollout)
 
 clean: #: Remove the environments and build output; the cache stays
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf dist .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		$(foreach dist,crds operator trainer rollout client cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout client cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -345,4 +352,4 @@ clean: #: Remove the environments and build output; the cache stays
 	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \
 	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
 	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
-	pictures images bases kind-demo lock try-next audit audit-images clean
+	pictures images bases wheels kind-demo lock try-next audit audit-images clean

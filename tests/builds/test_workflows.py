@@ -49,6 +49,7 @@ CONTEXT = {
     "github.ref": f"refs/tags/{TAG}",
     "github.ref_name": TAG,
 }
+PARTS = ("crds", "client", "cli", "operator", "trainer", "rollout")
 RELEASED = ("operator", "trainer", "trainer-colocated", "rollout")
 PUSHED = f'[ "$1" != inspect ] || echo {PREFIX}/an-image@{DIGEST}'
 # As helm says it.
@@ -66,6 +67,10 @@ def emulate(tmp_path: Path) -> Callable[..., Emulation]:
         if has_bases:
             assert write_bases([], checkout, lambda _: DIGEST) == 0
         stand_ins = write_stand_ins(tmp_path / "stand-ins", OUTSIDE | programs)
+        # scripts/uv takes it for the one that it has fetched before.
+        pinned = re.search(r"^uv==(\S+)", (ROOT / "requirements" / "uv.txt").read_text(), re.MULTILINE)
+        assert pinned is not None
+        write_stand_ins(stand_ins / ".cache" / "moejob" / f"uv-{pinned[1]}" / "bin", {"uv": ""} | programs)
         return Emulation(workflow, checkout, stand_ins, CONTEXT)
 
     return emulation
@@ -88,7 +93,7 @@ def test_a_release_pushes_and_signs_each_image_of_the_chart_by_its_digest(emulat
     release = emulate(RELEASE)
     jobs = release.run()
     assert [job.name for job in jobs if job.failed] == []
-    assert [job.name for job in jobs] == ["bases", *(f"image {image}" for image in RELEASED), "chart"]
+    assert [job.name for job in jobs] == ["bases", *(f"image {image}" for image in RELEASED), "packages", "chart"]
     calls = release.calls()
     version = yaml.safe_load((ROOT / "charts/moejob/Chart.yaml").read_text())["appVersion"]
     named = yaml.safe_load((ROOT / "charts/moejob/values.yaml").read_text())["images"]
@@ -97,6 +102,29 @@ def test_a_release_pushes_and_signs_each_image_of_the_chart_by_its_digest(emulat
     assert {*pushed} == {f"{PREFIX}/{image}:{version}" for image in wanted}
     signed = [call.removeprefix("cosign sign --yes ") for call in calls if call.startswith("cosign")]
     assert {*signed} == {f"{PREFIX}/{image}@{DIGEST}" for image in wanted} | {f"{PREFIX}/charts/moejob@{DIGEST}"}
+
+
+def test_a_release_publishes_each_package_once_all_images_are_there(emulate: Callable[..., Emulation]) -> None:
+    release = emulate(RELEASE)
+    release.run()
+    calls = [call for call in release.calls() if call.startswith("uv ")]
+    built = [call.split()[-1] for call in calls if " build --wheel " in call]
+    assert built == [file.parent.name for name in PARTS for file in ROOT.glob(f"{name}/pyproject.toml")]
+    assert len(built) == len(list(ROOT.glob("*/pyproject.toml"))) == 6
+    assert all(
+        "--require-hashes --build-constraints requirements/tools.txt --out-dir dist" in call for call in calls[:6]
+    )
+    # No token: PyPI trusts the workflow.
+    [publishing] = calls[6:]
+    assert publishing.startswith("uv publish --trusted-publishing always --check-url https://pypi.org/simple/ dist/")
+    last_push = max(index for index, call in enumerate(release.calls()) if call.startswith("docker push"))
+    assert release.calls().index(calls[0]) > last_push
+
+
+def test_a_package_that_cannot_be_built_is_not_published(emulate: Callable[..., Emulation]) -> None:
+    release = emulate(RELEASE, uv='[[ "$*" != *build*operator ]]')
+    assert "packages" in [job.name for job in release.run() if job.failed]
+    assert not any("uv publish" in call for call in release.calls())
 
 
 def test_images_are_built_on_the_digests_of_their_bases(emulate: Callable[..., Emulation]) -> None:
