@@ -226,6 +226,18 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
     assert_like(again.folder, undisturbed)
 
 
+def test_megatrons_models_learn_the_same_also_when_killed_and_resumed_in_another_layout(
+    beside: Beside, undisturbed: Path
+) -> None:
+    model = {"implementation": "Megatron"}
+    run = beside.start("megatron", model=model, parallelism={"tensor": 2})
+    await_result(lambda: (run.folder / "samples/step-3.jsonl").exists() or not run.is_running(), "step 3")
+    run.kill()
+    again = beside.run_to_end("megatron", 2, model=model, parallelism={"expert": 2})
+    assert {line["attempt"] for line in lines(again.folder).values()} == {1, 2}
+    assert_like(again.folder, undisturbed)
+
+
 def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last_and_exported(
     beside: Beside, tmp_path: Path
 ) -> None:
