@@ -115,7 +115,7 @@ def test_megatron_loads_what_is_exported(
 
 
 @pytest.mark.usefixtures("groups")
-@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.MIXTRAL, Family.QWEN2_MOE])
+@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.MIXTRAL, Family.QWEN2_MOE, Family.GPT_OSS])
 def test_megatron_computes_the_logits_of_transformers_from_an_export(
     publish_model: Callable[[Family], Path], family: Family, tmp_path: Path
 ) -> None:

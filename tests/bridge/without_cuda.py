@@ -33,6 +33,7 @@ def prepare() -> None:
     _random_states()
     _names_of_transformer_engine()
     _copies_to_the_host()
+    _windows()
 
 
 def _random_states() -> None:
@@ -64,3 +65,15 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     if not torch.is_tensor(tensor):
         return tensor
     return tensor.detach().numpy() if as_numpy else tensor.detach()
+
+
+def _windows() -> None:
+    """Masks of sliding windows are made on a CUDA device."""
+    module = import_module("megatron.core.fusions.fused_softmax")
+    setattr(module, "get_sliding_window_causal_mask", _window_mask)  # noqa: B010 its types know no other function
+
+
+def _window_mask(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
+    """[queries, keys], True where a query does not see a key."""
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    return ~seen.triu(keys - queries - window[0]).tril(keys - queries + window[1])

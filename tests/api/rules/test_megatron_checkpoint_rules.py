@@ -27,13 +27,13 @@ def refused(sections: dict[str, Any], family: Family | None, **changes: Any) -> 
 @pytest.mark.parametrize(
     ("sections", "family", "changes", "expected"),
     [
-        pytest.param({}, Family.GPT_OSS, {}, [], id="neither read nor written"),
+        pytest.param({}, Family.QWEN3_NEXT, {}, [], id="neither read nor written"),
         pytest.param(SOURCE, Family.QWEN3_MOE, {}, [], id="read"),
         pytest.param(SOURCE, None, {}, [], id="read, of an unseen model"),
         pytest.param(EXPORT, Family.QWEN3_MOE, {}, [], id="written"),
         pytest.param(EXPORT, None, {}, [], id="written, of an unseen model"),
-        pytest.param(SOURCE, Family.GPT_OSS, {}, ["model.config"], id="read, of an unknown family"),
-        pytest.param(EXPORT, Family.GPT_OSS, {}, ["checkpoint.exportMegatron"], id="written, of an unknown family"),
+        pytest.param(SOURCE, Family.QWEN3_NEXT, {}, ["model.config"], id="read, of an unknown family"),
+        pytest.param(EXPORT, Family.QWEN3_NEXT, {}, ["checkpoint.exportMegatron"], id="written, of an unknown family"),
         pytest.param(
             {"model": {"source": "Qwen/Qwen3-8B", "config": "Qwen/Qwen3-8B"}},
             None,

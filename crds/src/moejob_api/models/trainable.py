@@ -39,12 +39,11 @@ CONVERTED_FAMILIES = frozenset(
         Family.GLM4_MOE_LITE,
         Family.MIXTRAL,
         Family.QWEN2_MOE,
+        Family.GPT_OSS,
     }
 )
 # The reason for each of the others.
 UNCONVERTED_FAMILIES: Mapping[Family, str] = {
-    Family.GPT_OSS: "Megatron's layers as Megatron-Bridge configures them miss gpt-oss's logits by 0.05 of 0.5, so "
-    "moejob export alone converts it",
     Family.QWEN3_NEXT: "the trainer has no layers of Qwen3-Next",
 }
 # Attention heads that vLLM's kernel for CPUs is compiled for.
