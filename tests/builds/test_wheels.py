@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,3 +114,64 @@ def test_every_verb_is_there_and_says_what_it_lacks(installed: Installed, progra
     assert answer.returncode != 0
     assert "no cluster is configured" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.fixture(scope="module")
+def trainer(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with the wheels of the trainer, and what `.venv/trainer` has installed from an index."""
+    python = ROOT / ".venv" / "trainer" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no .venv/trainer; run `make setup`")
+    venv = tmp_path_factory.mktemp("trainer") / "venv"
+    run_uv("venv", "--python", python, venv)
+    files = [str(next(wheels.glob(f"{name}-*.whl"))) for name in ("moejob_api", "moejob_trainer")]
+    run_uv("pip", "install", "--python", venv, "--no-deps", "--no-index", *files)
+    [site] = (python.parents[1] / "lib").glob("python*/site-packages")
+    [own_site] = (venv / "lib").glob("python*/site-packages")
+    # A line of a .pth is a folder of the path: the .pth files in that folder, which lead to the tree, are not read.
+    (own_site / "closure.pth").write_text(f"{site}\n")
+    return venv / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_job_is_trained_by_wheels_alone(installed: Installed, trainer: Path) -> None:
+    refused = installed.run("moejob", "run", "tiny-sft.yaml")
+    assert refused.returncode != 0
+    assert "set MOEJOB_TRAINER_PYTHON to the Python" in refused.stderr
+    script = "import moejob_trainer, moejob_api; print(moejob_trainer.__file__, moejob_api.__file__)"
+    found = subprocess.run([trainer, "-c", script], capture_output=True, text=True, check=True, env={}, timeout=SECONDS)
+    assert str(ROOT) not in found.stdout
+    small = (
+        "--set",
+        "training.maxSteps=2",
+        "--set",
+        "checkpoint.everySteps=",
+        "--set",
+        "training.scheduler.warmupSteps=0",
+    )
+    answer = installed.run(
+        "moejob", "run", "tiny-sft.yaml", *small,
+        MOEJOB_TRAINER_PYTHON=str(trainer), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    [run] = (installed.folder / "runs").iterdir()
+    assert len((run / "steps.jsonl").read_text().splitlines()) == 2
+    assert "<html" in read_board(installed)
+    assert installed.run("moejob", "report", str(run), "--html", "page.html").returncode == 0
+    assert "<html" in (installed.folder / "page.html").read_text()
+
+
+def read_board(installed: Installed) -> str:
+    """Return the page that `moejob board` serves of the runs in the folder."""
+    with subprocess.Popen(
+        [installed.programs / "moejob", "board", "--port", "0"],
+        cwd=installed.folder, env=installed.environment({}), stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        try:
+            address = urllib.parse.urlsplit(server.stdout.readline().strip())
+            connection = http.client.HTTPConnection(address.netloc, timeout=SECONDS)
+            connection.request("GET", address.path or "/")
+            return connection.getresponse().read().decode()
+        finally:
+            server.terminate()
