@@ -12,6 +12,8 @@ import importlib.util
 import os
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Modules to import before the first rank is forked, comma separated.
@@ -52,14 +54,38 @@ def _is_absent(name: str) -> bool:
         return True
 
 
+@contextmanager
+def unused_cuda() -> Iterator[None]:
+    """Let modules ask torch whether there is a GPU as they load: asked by CUDA, no forked process could use a GPU.
+
+    NVML answers where there is a driver. Elsewhere torch would ask CUDA after all, unless no GPU is visible.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if "CUDA_VISIBLE_DEVICES" in os.environ or _has_driver():
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
 if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
-    # Else torch asks the CUDA driver whether there is a GPU, and after that no forked process could use a GPU.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Collecting garbage would take a sixth of the import time. Imported objects stay, so ranks skip them, too: that
     # saves half a second each time, and memory, since a visit to an object copies its page.
     gc.disable()
-    import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
+    with unused_cuda():
+        import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
     gc.freeze()
     gc.enable()
     Path(os.environ[WARM]).write_text(str(SERVER))
