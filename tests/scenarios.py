@@ -1061,7 +1061,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (nothing_happens, Expected("Pending", "", why="ProfileMissing", says="no MoETrainingProfile shared")),
         (all_at_once(profile_given("first:1"), time_passes(30)), Expected("Pending", BOTH, why="Starting")),
         (all_at_once(profile_given("second:1"), pods_run, pods_have_image("first:1")), Expected("Running", BOTH)),
-        (pod_ends(0, 1), Expected("Restarting", "1-0 1-1", attempt=1)),
+        (all_pods_end(1), Expected("Restarting", "1-0 1-1", attempt=1)),
         (all_at_once(pods_have_image("first:1"), profile_deleted), Expected("Restarting", "1-0 1-1")),
         (lifecycle_patched(suspend=True), Expected("Suspended", "", attempt=2)),
         (lifecycle_patched(suspend=False), Expected("Pending", "2-0 2-1", attempt=2)),

@@ -73,6 +73,7 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/interchange/torch_dist.py", "write_text"): "in a folder that publish_folder syncs",
     (f"{TRAINER}/interchange/torch_dist.py", "save"): "in a folder that publish_folder syncs",
     (f"{TRAINER}/tracking/reporter.py", "open"): "steps.jsonl: synced before each marker, mended at each start",
+    (f"{TRAINER}/runtime/share_display.py", "fdopen"): "a terminal or a pipe, which another process has opened",
     (f"{TRAINER}/runtime/fencing.py", "open"): "a fence token is a name; its folder is synced",
     (f"{TRAINER}/runtime/fencing.py", "touch"): "a probe, removed at once",
     (

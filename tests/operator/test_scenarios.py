@@ -91,6 +91,10 @@ def test_a_profile_that_changes_when_the_operator_crashes_makes_no_gang_of_two_m
         pods_have_image(image)(world)
         world.end_pod(0, 1)
         world.settle()
+        assert world.pod_names() == ["0-0", "0-1"]
+        pods_have_image(image)(world)
+        world.end_all_pods(1)
+        world.settle()
         assert world.pod_names() == ["1-0", "1-1"]
         pods_have_image(image)(world)
 
