@@ -174,6 +174,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "setup/prompts.py:load_prompts": "internal: the method",
     "data/end_tokens.py": "the folder of the model",
     "rewards/first_completion.py": "what rewards return for a first answer",
+    "runtime/megatron_process.py": "the files of a checkpoint of Megatron",
     "setup/rewards.py": "internal: rank 0 has the prompts",
     "setup/rollouts.py:_build_probe_terms": "internal: the method",
     "setup/rollouts.py:_probe_tokens.read": "prompts, as long as the tokenizer makes them",

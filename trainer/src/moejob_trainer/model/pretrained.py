@@ -47,7 +47,7 @@ def fetch_model(
         return _write_tiny_model(run_folder / RunFile.MODEL)
     if (converted := _find_converted(model, run_folder)) is not None:
         return converted
-    place = _find_folder(model.source, claims)
+    place = _find_folder(model.source, "source", claims)
     if place is None:
         return _download(model.source, model.revision, run_folder, report_share=report_share)
     if is_megatron_checkpoint(place):
@@ -66,13 +66,13 @@ def name_for_others(model: Model, run_folder: Path) -> str:
     return model.source if converted is None else str(converted)
 
 
-def _find_folder(source: str, claims: Path) -> Path | None:
-    """Return the folder that a source names; None for a name on the hub."""
+def _find_folder(source: str, field: str, claims: Path) -> Path | None:
+    """Return the folder that a field of spec.model names; None for a name on the hub."""
     place = Path(locate_source(source, claims))
     if place.is_dir():
         return place
     if place.is_absolute() or source.startswith("."):
-        raise BadConfiguration(f"there is no folder {place}, which spec.model.source or config names")
+        raise BadConfiguration(f"there is no folder {place}, which spec.model.{field} names")
     return None
 
 
@@ -114,7 +114,7 @@ def _fetch_template(checkpoint: Path, model: Model, run_folder: Path, claims: Pa
         return checkpoint
     if model.config == tiny.TOKENIZER:
         return _write_tiny_model(run_folder / RunFile.TEMPLATE)
-    place = _find_folder(model.config, claims)
+    place = _find_folder(model.config, "config", claims)
     return place or _download(model.config, model.revision, run_folder, WEIGHT_FILES)
 
 

@@ -19,12 +19,14 @@ _PROGRAM = "moejob_trainer.interchange"
 # Everything else stays with the rank.
 _NEEDED = ("PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 _FIXED = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-_TRACKER, _INDEX = "latest_checkpointed_iteration.txt", ".metadata"
+_TRACKER = "latest_checkpointed_iteration.txt"
+# Others that write by torch.distributed.checkpoint have the index alone.
+_ITERATION_FILES = (".metadata", "metadata.json")
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of Megatron, or one iteration of it."""
-    return (folder / _TRACKER).is_file() or (folder / _INDEX).is_file()
+    return (folder / _TRACKER).is_file() or all((folder / name).is_file() for name in _ITERATION_FILES)
 
 
 def convert_from_megatron(checkpoint: Path, template: Path, folder: Path) -> None:
