@@ -1085,7 +1085,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Expected("Pending", "", why="Invalid"),
         ),
         (all_at_once(profile_given("second:1"), time_passes(30)), Expected("Pending", BOTH, why="Starting")),
-        (pods_have_image("second:1"), Expected("Pending", BOTH)),
+        (all_at_once(pods_have_image("second:1"), pods_run), Expected("Running", BOTH)),
         profile="shared",
     ),
     scenario(
