@@ -18,10 +18,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from moejob_api.job import KIND
 from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
-from moejob_client.credentials import load_credentials
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
+from moejob_operator.kube_api.account import load_account
 from moejob_operator.kube_api.live_lists import JOBS, collection_path
 from moejob_operator.reachable import report_policies
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease
@@ -139,7 +139,7 @@ async def lasting_problem(check: InstallationCheck, deadline: float) -> Problem:
 async def run_checks(installation: Installation, print_line: Callable[[str], object]) -> bool:
     """Run all checks, report each with its result, and return whether all have passed."""
     deadline = asyncio.get_running_loop().time() + installation.seconds
-    credentials = await load_credentials(installation.kubeconfig)
+    credentials = await load_account(installation.kubeconfig)
     api = ApiClient(credentials, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
     problems = []

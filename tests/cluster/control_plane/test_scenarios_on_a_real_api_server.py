@@ -24,9 +24,9 @@ from cluster.waiting import until
 from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
 from moejob_client.api_client import ApiClient
-from moejob_client.credentials import load_credentials
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
+from moejob_operator.kube_api.account import load_account
 from moejob_operator.runtime.metrics import Metrics
 from scenarios import SCENARIOS, Scenario, play_scenario
 
@@ -77,7 +77,7 @@ def api(
 
 
 async def _client(kubeconfig: Path) -> ApiClient:
-    return ApiClient(await load_credentials(kubeconfig), Metrics(), concurrency=32, seconds=10)
+    return ApiClient(await load_account(kubeconfig), Metrics(), concurrency=32, seconds=10)
 
 
 @pytest.fixture(scope="module")

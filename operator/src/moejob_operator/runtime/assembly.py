@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from functools import partial
 
 from moejob_client.api_client import ApiClient
-from moejob_client.credentials import load_credentials
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, service_hosts
 from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
+from moejob_operator.kube_api.account import load_account
 from moejob_operator.kube_api.api_server import ApiServer
 from moejob_operator.kube_api.cache import Cache
 from moejob_operator.kube_api.informers import WATCHED, Informer, build_informers
@@ -118,7 +118,7 @@ def _job_network(settings: Settings) -> JobNetwork:
 
 
 async def _build_client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
-    credentials = await load_credentials(settings.kubeconfig)
+    credentials = await load_account(settings.kubeconfig)
     api = ApiClient(
         credentials,
         metrics,
