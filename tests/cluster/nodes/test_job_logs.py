@@ -86,6 +86,7 @@ def test_no_line_is_lost_or_doubled_while_a_pod_is_killed(nodes: Cluster, home: 
     with (tmp_path / "shown").open("w") as shown, files.collecting():
         process = subprocess.Popen(command, stdout=shown, env={"KUBECONFIG": str(nodes.plane.kubeconfig)})
         try:
+            until(lambda: job.phase == "Running", seconds=600, waiting_for=job.describe)
             until(lambda: job.run().last_step() >= 8, seconds=600, waiting_for=job.describe)
             kill_pod(nodes, home.namespace, next(name for name in sorted(job.pod_nodes()) if name.endswith("1")))
             job.await_end()
