@@ -388,8 +388,9 @@ def test_an_uninstall_keeps_jobs_and_their_pods_and_nothing_else_and_the_next_in
         until(lambda: len(trainers(plane, namespace)) == 2, waiting_for=home.tails)
     pods = trainers(plane, namespace)
     installed.helm("uninstall")
-    crd = "customresourcedefinition.apiextensions.k8s.io/moetrainingjobs.moejob.dev"
-    until(lambda: installed.remains() == {crd}, waiting_for=lambda: f"the end of {installed.remains()}")
+    kinds = ("moetrainingjobs", "moetrainingprofiles", "clustermoetrainingprofiles")
+    definitions = {f"customresourcedefinition.apiextensions.k8s.io/{kind}.moejob.dev" for kind in kinds}
+    until(lambda: installed.remains() == definitions, waiting_for=lambda: f"the end of {installed.remains()}")
     for leftover in (LEASE, "secrets/moejob-webhook-certificate"):
         with pytest.raises(RefusedError, match="not found"):
             installed.get(leftover)
