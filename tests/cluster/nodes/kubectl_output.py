@@ -29,7 +29,9 @@ _MOVING_FIELDS = {
 }
 _SAVED = re.compile(r"step \d+ is saved")
 # Whether a claim is bound before its job's pods are reconciled is a race without a right winner.
-_SOMETIMES = re.compile(r"\bClaimPending\b")
+_SOMETIMES = re.compile(r"\b(ClaimPending|RouterCollapsed|RouterRecovered)\b")
+# A tiny model may train its router so.
+_ROUTER = re.compile(r"    Last Transition Time:[^\n]*\n(?:    (?!Last Transition)[^\n]*\n)*?    Type: +RouterCollapsed\n")
 
 
 def normalise_table(text: str) -> str:
@@ -46,7 +48,7 @@ def normalise_table(text: str) -> str:
 
 def normalise_description(text: str) -> str:
     """Return what `kubectl describe` says, its events included."""
-    fields, _, events = text.partition("Events:\n")
+    fields, _, events = _ROUTER.sub("", text).partition("Events:\n")
     total = re.search(r"Total Steps: +(\d+)", fields)
     lines = [_mask_field(line, total[1] if total else "") for line in fields.splitlines()]
     if not events:
