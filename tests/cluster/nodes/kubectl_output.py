@@ -31,7 +31,10 @@ _SAVED = re.compile(r"step \d+ is saved")
 # Whether a claim is bound before its job's pods are reconciled is a race without a right winner.
 _SOMETIMES = re.compile(r"\b(ClaimPending|RouterCollapsed|RouterRecovered)\b")
 # A tiny model may train its router so.
-_ROUTER = re.compile(r"    Last Transition Time:[^\n]*\n(?:    (?!Last Transition)[^\n]*\n)*?    Type: +RouterCollapsed\n")
+_ROUTER = re.compile(
+    r"    Last Transition Time:[^\n]*\n"
+    r"(?:    (?!Last Transition)[^\n]*\n)*?    Type: +RouterCollapsed\n"
+)
 
 
 def normalise_table(text: str) -> str:
