@@ -28,9 +28,9 @@ _MOVING_FIELDS = {
     "Memory Per Gpu Bytes",
 }
 _SAVED = re.compile(r"step \d+ is saved")
-# Whether a claim is bound before its job's pods are reconciled is a race without a right winner.
+# Whether a claim is bound before its job's pods are reconciled is a race without a right winner. So is which steps a
+# poll meets: the router of the tiny model collapses for some steps and recovers.
 _SOMETIMES = re.compile(r"\b(ClaimPending|RouterCollapsed|RouterRecovered)\b")
-# A tiny model may train its router so.
 _ROUTER = re.compile(
     r"    Last Transition Time:[^\n]*\n"
     r"(?:    (?!Last Transition)[^\n]*\n)*?    Type: +RouterCollapsed\n"
