@@ -393,7 +393,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         lifecycle={"backoffLimit": 0},
     ),
     scenario(
-        "pod 0 that somebody deletes is replaced alone, and not counted",
+        "a deleted pod 0 is replaced alone, and not counted",
         STARTED,
         RUNNING,
         (pod_deleted(0), Expected("Restarting", BOTH, attempt=0, spent=0, uncounted=1, says="was deleted")),

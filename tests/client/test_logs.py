@@ -215,7 +215,7 @@ def test_a_silent_log_does_not_hold_up_another() -> None:
             asyncio.create_task(merger.feed_log("silent", lines(ended))),
             asyncio.create_task(merger.feed_log("loud", lines(None))),
         ]
-        async with asyncio.timeout(5), aclosing(merger.merge()) as merged:
+        async with asyncio.timeout(5), aclosing(merger.merge_logs()) as merged:
             await anext(merged)
             ended.set()
         await asyncio.gather(*tasks)

@@ -12,6 +12,7 @@ import typer
 
 from moejob_api.contract.texts import escaped_lines, escaped_text
 from moejob_cli.exits import CommandExit
+from moejob_cli.notices import print_notice
 from moejob_client.jobs import AsyncClient
 
 # Columns that are shown where the first step has them.
@@ -23,7 +24,7 @@ _SAMPLE_TEXTS = ("prompt", "answer")
 async def print_steps(jobs: AsyncClient, name: str, *, is_json: bool) -> CommandExit:
     """Print the step log."""
     columns: tuple[str, ...] = ()
-    async with aclosing(jobs.steps(name, report=_report)) as steps:
+    async with aclosing(jobs.steps(name, report=print_notice)) as steps:
         async for step in steps:
             if is_json:
                 typer.echo(json.dumps(step))
@@ -39,7 +40,7 @@ async def print_samples(
     jobs: AsyncClient, name: str, step: int | None, *, is_evaluation: bool, is_json: bool
 ) -> CommandExit:
     """Print answers with their rewards."""
-    samples: AsyncGenerator[dict[str, Any]] = jobs.samples(name, step, is_evaluation=is_evaluation, report=_report)
+    samples: AsyncGenerator[dict[str, Any]] = jobs.samples(name, step, is_evaluation=is_evaluation, report=print_notice)
     async with aclosing(samples):
         async for sample in samples:
             typer.echo(json.dumps(sample) if is_json else "\n".join(_sample_lines(sample)))
@@ -48,7 +49,7 @@ async def print_samples(
 
 async def copy_files(jobs: AsyncClient, name: str, path: str, target: Path) -> CommandExit:
     """Copy files of the run folder, and say how many."""
-    count = await jobs.copy(name, path, target, report=_report)
+    count = await jobs.copy(name, path, target, report=print_notice)
     typer.echo(f"{target}: {count} files")
     return CommandExit.ACCEPTED
 
@@ -67,7 +68,3 @@ def _number_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "" if value is None else escaped_text(str(value))
-
-
-def _report(words: str) -> None:
-    typer.echo(escaped_lines(words), err=True)

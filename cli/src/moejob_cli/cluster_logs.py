@@ -11,6 +11,7 @@ import typer
 
 from moejob_api.contract.texts import escaped_lines, escaped_text
 from moejob_cli.exits import CommandExit
+from moejob_cli.notices import print_notice
 from moejob_client.job_logs import LogSelection
 from moejob_client.jobs import AsyncClient
 from moejob_client.log_lines import LogLine
@@ -29,15 +30,11 @@ async def print_logs(
     jobs: AsyncClient, name: str, selection: LogSelection, *, is_followed: bool, is_json: bool
 ) -> CommandExit:
     """Print the lines of a job's pods."""
-    lines = jobs.logs(name, selection, is_followed=is_followed, report=_report)
+    lines = jobs.logs(name, selection, is_followed=is_followed, report=print_notice)
     async with aclosing(lines):
         async for line in lines:
             typer.echo(_line_document(line) if is_json else _line_text(line))
     return CommandExit.ACCEPTED
-
-
-def _report(words: str) -> None:
-    typer.echo(escaped_lines(words), err=True)
 
 
 def _line_text(line: LogLine) -> str:

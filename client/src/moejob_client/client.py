@@ -66,19 +66,19 @@ class Client:
 
     def watch(self, name: str = "") -> Iterator[JobEvent]:
         """Yield each job as it is, then every change, over one connection."""
-        return self._iterate(self._jobs.watch(name))
+        return self._iterate_items(self._jobs.watch(name))
 
     def logs(self, name: str, selection: LogSelection = ALL_LINES, *, is_followed: bool = False) -> Iterator[LogLine]:
         """Yield lines of a job's pods by time; see AsyncClient."""
-        return self._iterate(self._jobs.logs(name, selection, is_followed=is_followed))
+        return self._iterate_items(self._jobs.logs(name, selection, is_followed=is_followed))
 
     def steps(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the lines of the step log: `pandas.DataFrame(client.steps("job"))`."""
-        return self._iterate(self._jobs.steps(name))
+        return self._iterate_items(self._jobs.steps(name))
 
     def samples(self, name: str, step: int | None = None, *, is_evaluation: bool = False) -> Iterator[dict[str, Any]]:
         """Yield answers with their rewards of a step, or of the newest that has any."""
-        return self._iterate(self._jobs.samples(name, step, is_evaluation=is_evaluation))
+        return self._iterate_items(self._jobs.samples(name, step, is_evaluation=is_evaluation))
 
     def copy(self, name: str, path: str, target: Path) -> int:
         """Copy a file or a folder of the run folder into a new folder here."""
@@ -86,9 +86,9 @@ class Client:
 
     def check_cluster(self) -> Iterator[CheckFinding]:
         """Yield what the cluster and the rights let jobs of the namespace do, check by check."""
-        return self._iterate(self._jobs.check_cluster())
+        return self._iterate_items(self._jobs.check_cluster())
 
-    def _iterate(self, items: AsyncGenerator[Item]) -> Iterator[Item]:
+    def _iterate_items(self, items: AsyncGenerator[Item]) -> Iterator[Item]:
         """Yield what an asynchronous generator yields, and close it when no more is wanted."""
 
         async def next_item() -> Item:

@@ -161,7 +161,7 @@ async def _check_storage(http: ApiClient) -> CheckFinding:
     classes = await _list_objects(http, "/apis/storage.k8s.io/v1/storageclasses")
     if classes is None:
         return CheckFinding("storage", CheckResult.UNKNOWN, "your rights do not let you list StorageClasses")
-    annotated = {name: api_bodies.as_mapping(about.get("annotations")) for name, about in _metadata(classes)}
+    annotated = {name: api_bodies.as_mapping(about.get("annotations")) for name, about in _named_metadata(classes)}
     default = [name for name, annotations in annotated.items() if annotations.get(_DEFAULT_CLASS) == "true"]
     if default:
         return CheckFinding("storage", CheckResult.OK, f"the default StorageClass is {default[0]}")
@@ -196,7 +196,7 @@ async def _check_queues(http: ApiClient, namespace: str) -> CheckFinding:
         return CheckFinding("queue", CheckResult.OK, "Kueue is not installed; jobs start without a queue")
     if queues is None:
         return CheckFinding("queue", CheckResult.UNKNOWN, "your rights do not let you list LocalQueues")
-    names = [name for name, _ in _metadata(queues)]
+    names = [name for name, _ in _named_metadata(queues)]
     if names:
         return CheckFinding("queue", CheckResult.OK, f"{namespace} has the queues {', '.join(names)}")
     fix = f"ask for a LocalQueue in {namespace}, and name it in the job"
@@ -214,6 +214,6 @@ async def _list_objects(http: ApiClient, path: str) -> list[Raw] | None:
     return objects
 
 
-def _metadata(objects: Iterable[Raw]) -> list[tuple[str, Raw]]:
+def _named_metadata(objects: Iterable[Raw]) -> list[tuple[str, Raw]]:
     abouts = map(api_bodies.object_metadata, objects)
     return [(api_bodies.as_text(about.get("name")), about) for about in abouts]

@@ -158,16 +158,16 @@ class _TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read()
+        self._read_token()
 
     async def __call__(self) -> Identity:
         if time.monotonic() >= self._read_again_at:
             # A file that is just being replaced is read a minute later.
             with suppress(OSError):
-                self._read()
+                self._read_token()
         return self._identity
 
-    def _read(self) -> None:
+    def _read_token(self) -> None:
         self._identity = Identity(f"Bearer {self._path.read_text(encoding='utf-8').strip()}")
         self._read_again_at = time.monotonic() + _TOKEN_FILE_SECONDS
 

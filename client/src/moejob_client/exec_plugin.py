@@ -84,7 +84,7 @@ class ExecPlugin:
             process = await asyncio.create_subprocess_exec(
                 program,
                 *(map(plain_text, arguments) if isinstance(arguments, list) else ()),
-                env=self._environment(),
+                env=self._plugin_environment(),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
@@ -99,7 +99,7 @@ class ExecPlugin:
             raise CredentialsError(f"the plugin {command} ended with {process.returncode}: {words}")
         return _read_answer(command, output)
 
-    def _environment(self) -> dict[str, str]:
+    def _plugin_environment(self) -> dict[str, str]:
         interactive = plain_text(self._settings.get("interactiveMode")) != "Never" and sys.stdin.isatty()
         spec: dict[str, object] = {"interactive": interactive}
         if self._settings.get("provideClusterInfo") is True:

@@ -101,7 +101,7 @@ class JobLogs:
         for pod in pods:
             self._add_log(merger, pod, pod.starts, is_followed=False)
         merger.close()
-        async with aclosing(self._merge(merger)) as lines:
+        async with aclosing(self._merge_lines(merger)) as lines:
             async for line in lines:
                 yield line
 
@@ -116,13 +116,13 @@ class JobLogs:
         end = asyncio.create_task(self._await_end(merger, watch_job, skipped, report))
         self._tasks |= {"pods": pods, "job": end}
         end.add_done_callback(lambda _: pods.cancel())
-        async with aclosing(self._merge(merger)) as lines:
+        async with aclosing(self._merge_lines(merger)) as lines:
             async for line in lines:
                 yield line
 
-    async def _merge(self, merger: LogMerger) -> AsyncGenerator[LogLine]:
+    async def _merge_lines(self, merger: LogMerger) -> AsyncGenerator[LogLine]:
         try:
-            async with aclosing(merger.merge()) as lines:
+            async with aclosing(merger.merge_logs()) as lines:
                 async for line in lines:
                     if self._filter.takes_line(line):
                         yield line
@@ -142,7 +142,7 @@ class JobLogs:
 
     async def _attach_pods(self, merger: LogMerger, skipped: set[str], report: Callable[[str], object]) -> None:
         try:
-            async for change in ObjectWatch(self._http, self._pods, _outage_reporter(report)).list_changes():
+            async for change in ObjectWatch(self._http, self._pod_collection, _outage_reporter(report)).list_changes():
                 pod = PodView(change.body)
                 if not change.is_gone and pod.uid not in skipped:
                     self._attach_starts(merger, pod)
@@ -210,12 +210,12 @@ class JobLogs:
         """Return all pods of the job as they are now."""
         pods: list[PodView] = []
         with explained_failures("cannot list pods"):
-            async for page in self._http.list_pages(self._pods.path, self._pods.query):
+            async for page in self._http.list_pages(self._pod_collection.path, self._pod_collection.query):
                 pods += map(PodView, page.items)
         return tuple(pods)
 
     @property
-    def _pods(self) -> Collection:
+    def _pod_collection(self) -> Collection:
         path = f"/api/v1/namespaces/{self._job.namespace}/pods"
         return Collection(path, "pods", {"labelSelector": f"{Label.JOB}={self._job.name}"})
 

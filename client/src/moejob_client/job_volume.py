@@ -75,25 +75,25 @@ class JobVolume:
 
     async def read_file(self, name: str, offset: int = 0) -> AsyncGenerator[bytes]:
         """Yield the bytes of a file from an offset on; none where there is no such file."""
-        async with aclosing(self._run(_READ_FILE, [f"{self.folder}/{name}", str(offset)])) as chunks:
+        async with aclosing(self._run_in_pod(_READ_FILE, [f"{self.folder}/{name}", str(offset)])) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def list_files(self, patterns: Sequence[str]) -> list[str]:
         """Return the names of the files that match patterns, relative to the run folder."""
         output = b""
-        async with aclosing(self._run(_LIST_FILES, [self.folder, *patterns])) as chunks:
+        async with aclosing(self._run_in_pod(_LIST_FILES, [self.folder, *patterns])) as chunks:
             async for chunk in chunks:
                 output += chunk
         return output.decode(errors="replace").splitlines()
 
     async def pack_files(self, patterns: Sequence[str]) -> AsyncGenerator[bytes]:
         """Yield a tar archive of the files that match patterns; `**` is any number of folders."""
-        async with aclosing(self._run(_PACK_FILES, [self.folder, *patterns])) as chunks:
+        async with aclosing(self._run_in_pod(_PACK_FILES, [self.folder, *patterns])) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _run(self, program: str, arguments: Sequence[str]) -> AsyncGenerator[bytes]:
+    async def _run_in_pod(self, program: str, arguments: Sequence[str]) -> AsyncGenerator[bytes]:
         command = ["python", "-c", program, *arguments]
         try:
             with explained_failures(f"cannot read the volume by {self.container.pod}"):

@@ -94,7 +94,7 @@ class LogMerger:
             log.is_ended = True
             self._news.set()
 
-    async def merge(self) -> AsyncGenerator[LogLine]:
+    async def merge_logs(self) -> AsyncGenerator[LogLine]:
         """Yield the lines of all logs, until each has ended."""
         while True:
             self._news.clear()

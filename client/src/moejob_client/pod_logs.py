@@ -81,12 +81,12 @@ class PodView:
     @property
     def starts(self) -> int:
         """Return how often its container has started."""
-        return self._restarts + (1 if self.is_running or self._has_ended() else 0)
+        return self._restart_count + (1 if self.is_running or self._has_ended() else 0)
 
     @property
     def ended_starts(self) -> int:
         """Return how many of these have ended."""
-        return self._restarts + (1 if self._has_ended() else 0)
+        return self._restart_count + (1 if self._has_ended() else 0)
 
     def _has_ended(self) -> bool:
         """Return whether the newest start has ended: while the kubelet waits to start again, the last state tells."""
@@ -94,7 +94,7 @@ class PodView:
         return "terminated" in self._container_state() or (not self.is_running and "terminated" in last_state)
 
     @property
-    def _restarts(self) -> int:
+    def _restart_count(self) -> int:
         return api_bodies.as_integer(self._container_status().get("restartCount")) or 0
 
     def _container_state(self) -> Raw:
@@ -174,12 +174,12 @@ class ContainerLog:
             return
         # A connection that begins after the container's end has all of its log.
         is_last = not is_followed or pod.ended_starts >= self._start
-        async for raw in self._stream(pod, is_followed=not is_last):
+        async for raw in self._open_stream(pod, is_followed=not is_last):
             if self._position.is_new(raw):
                 yield raw
         self._is_complete = is_last
 
-    def _stream(self, pod: PodView, *, is_followed: bool) -> AsyncIterator[bytes]:
+    def _open_stream(self, pod: PodView, *, is_followed: bool) -> AsyncIterator[bytes]:
         query = {"container": pod.role, "timestamps": "true", **self._position.begin_connection()}
         if is_followed:
             query["follow"] = "true"

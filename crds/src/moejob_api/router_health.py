@@ -46,13 +46,13 @@ def layers_text(layers: Sequence[int]) -> str:
     """Return the numbers of layers, such as `layers 3-5 and 12`."""
     parts = [
         str(first) if first == last else f"{first}-{last}" if last > first + 1 else f"{first}, {last}"
-        for first, last in _ranges(layers)
+        for first, last in _consecutive_ranges(layers)
     ]
     listed = " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
     return f"{'layer' if len(layers) == 1 else 'layers'} {listed}"
 
 
-def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def _consecutive_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

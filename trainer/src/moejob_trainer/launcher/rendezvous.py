@@ -75,7 +75,7 @@ class Rendezvous:
         self._opened_store.put_first("first round", str(first_round))
         self._opened_store.put_first("host", self.token)
         # The last one: the others wait for it.
-        self._opened_store.put_first("gang", json.dumps(self._gang))
+        self._opened_store.put_first("gang", json.dumps(self._gang_facts))
         self._enter_store()
 
     def join_store(self, wait_seconds: float | None) -> None:
@@ -225,7 +225,7 @@ class Rendezvous:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     @property
-    def _gang(self) -> dict[str, str | int]:
+    def _gang_facts(self) -> dict[str, str | int]:
         pod = self._pod
         return {"uid": pod.uid, "attempt": pod.attempt, "nodes": pod.nodes, "ranksPerNode": pod.ranks_per_node}
 
@@ -248,8 +248,8 @@ class Rendezvous:
             self._stop.raise_if_requested()
             self._stop.wait(_POLL_SECONDS)
         stored_gang = json.loads(stored_text)
-        if stored_gang != self._gang:
-            raise LostPeers(f"pod {self._pod.index} belongs to {self._gang}, but the rendezvous to {stored_gang}")
+        if stored_gang != self._gang_facts:
+            raise LostPeers(f"pod {self._pod.index} belongs to {self._gang_facts}, but the rendezvous to {stored_gang}")
 
     def _enter_store(self) -> None:
         """Begin with the first round of the store. Counts of an earlier store mean nothing here."""

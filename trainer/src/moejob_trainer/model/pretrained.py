@@ -49,7 +49,7 @@ def fetch_model(
         return converted
     place = _find_folder(model.source, "source", claims)
     if place is None:
-        return _download(model.source, model.revision, run_folder, report_share=report_share)
+        return _download_model(model.source, model.revision, run_folder, report_share=report_share)
     if is_megatron_checkpoint(place):
         return _convert_checkpoint(place, model, run_folder, claims)
     if model.config is not None:
@@ -76,7 +76,7 @@ def _find_folder(source: str, field: str, claims: Path) -> Path | None:
     return None
 
 
-def _download(
+def _download_model(
     name: str,
     revision: str | None,
     run_folder: Path,
@@ -115,7 +115,7 @@ def _fetch_template(checkpoint: Path, model: Model, run_folder: Path, claims: Pa
     if model.config == tiny.TOKENIZER:
         return _write_tiny_model(run_folder / RunFile.TEMPLATE)
     place = _find_folder(model.config, "config", claims)
-    return place or _download(model.config, model.revision, run_folder, WEIGHT_FILES)
+    return place or _download_model(model.config, model.revision, run_folder, WEIGHT_FILES)
 
 
 def _origin_text(model: Model) -> bytes:

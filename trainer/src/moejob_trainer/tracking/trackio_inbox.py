@@ -43,22 +43,22 @@ class TrackioInbox:
         """Add the line of a step."""
         # A dashboard that took up all fragments has removed the empty folder.
         self._folder.mkdir(parents=True, exist_ok=True)
-        Disk().append(self._folder / _OPEN_NAME, (json.dumps(self._record(numbers)) + "\n").encode())
+        Disk().append(self._folder / _OPEN_NAME, (json.dumps(self._step_record(numbers)) + "\n").encode())
         self._is_empty = False
         if not self._count or self._clock() - self._began_at >= _FRAGMENT_SECONDS:
-            self._finish()
+            self._finish_open_fragment()
 
     def close(self, *, has_failed: bool) -> None:  # noqa: ARG002 trackio has no field for it
         """Finish the last fragment."""
-        self._finish()
+        self._finish_open_fragment()
 
-    def _finish(self) -> None:
+    def _finish_open_fragment(self) -> None:
         target = self._folder / f"{self._count:08d}{_SUFFIX}"
         with suppress(FileNotFoundError):
             _finish_fragment(self._folder / _OPEN_NAME, target)
         self._count, self._began_at, self._is_empty = self._count + 1, self._clock(), True
 
-    def _record(self, numbers: StepNumbers) -> dict[str, Any]:
+    def _step_record(self, numbers: StepNumbers) -> dict[str, Any]:
         return {
             "v": _VERSION,
             "kind": "metric",
