@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from bridge import without_cuda
 from bridge.latent_attention import CausalAttention
-from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider, import_auto_bridge
+from moejob_trainer.interchange.bridge_import import import_auto_bridge
+from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider
 
 # Plain Megatron-Core layers in float32; fusions need a GPU, and so does the dispatcher that the bridge chooses.
 _PLAIN: dict[str, Any] = {

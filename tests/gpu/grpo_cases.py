@@ -25,6 +25,7 @@ class Case:
     parallelism: Mapping[str, int] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
     visible: str | None = None
+    implementation: str = "Auto"
 
     @property
     def engine_tensor(self) -> int:
@@ -54,6 +55,11 @@ CASES = {
     "2 GPUs, DP2, dense, colocated with an engine over 2": Case(DENSE, 2, {"data": 2}, colocated(2)),
     "2 GPUs, EP2, mixture, colocated with 2 engines": Case(MIXTURE, 2, {"expert": 2}, colocated()),
     "2 GPUs, EP2, mixture, colocated with an engine over 2": Case(MIXTURE, 2, {"expert": 2}, colocated(2)),
+    "1 GPU, Megatron's mixture, colocated": Case(MIXTURE, 1, {}, colocated(), implementation="Megatron"),
+    "2 GPUs, Megatron's mixture with head norms, NCCL": Case(QWEN3_MOE, 2, {}, separate(), implementation="Megatron"),
+    "2 GPUs, EP2, Megatron's mixture, colocated with 2 engines": Case(
+        MIXTURE, 2, {"expert": 2}, colocated(), implementation="Megatron"
+    ),
     "3 GPUs, mixture, NCCL to an engine over 2": Case(MIXTURE, 3, {}, separate(2)),
     "4 GPUs, EP2, mixture, NCCL to an engine over 2": Case(MIXTURE, 4, {"expert": 2}, separate(2)),
     "4 GPUs, EP4, mixture, colocated with 2 engines over 2": Case(MIXTURE, 4, {"expert": 4}, colocated(2)),
@@ -72,4 +78,6 @@ def case_job(case: Case, model: Path, folder: Path, gpu_type: str) -> dict[str, 
     trainers = case.gpus - (0 if case.is_colocated or case.visible else case.engine_tensor)
     machine = Machine(gpu_type, max(trainers, case.engine_tensor))
     sizes = Sizes(steps=STEPS, groups=16, members=8, answer_tokens=24, learning_rate=1e-5)
-    return grpo_job(model, write_task(folder / "task"), sizes, Layout(case.parallelism, case.rollout), machine)
+    job = grpo_job(model, write_task(folder / "task"), sizes, Layout(case.parallelism, case.rollout), machine)
+    job["spec"]["model"]["implementation"] = case.implementation
+    return job

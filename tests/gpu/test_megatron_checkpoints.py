@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
-from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider, import_auto_bridge
+from moejob_trainer.interchange.bridge_import import import_auto_bridge
+from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider
 from trainer.parity.cells import reference_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -81,11 +82,7 @@ def test_megatron_with_transformer_engine_computes_what_transformers_computes_fr
     family: Family, tmp_path: Path
 ) -> None:
     published, reference = publish_model(family, tmp_path)
-    assert main(["export", str(published), "--out", str(tmp_path / "megatron")]) == ExitCode.DONE
-    model = build_model(published)
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    load_model(model, tmp_path / "megatron" / "iter_0000000")
+    model = load_export(published, tmp_path / "megatron")
     tokens = torch.arange(3, 40, device="cuda")[None]
     with torch.no_grad():
         expected = reference.cuda()(tokens).logits
@@ -101,9 +98,7 @@ def test_what_megatron_with_transformer_engine_saves_imports_to_the_same_tensors
     family: Family, tmp_path: Path
 ) -> None:
     published, _ = publish_model(family, tmp_path)
-    assert main(["export", str(published), "--out", str(tmp_path / "megatron")]) == ExitCode.DONE
-    model = build_model(published)
-    load_model(model, tmp_path / "megatron" / "iter_0000000")
+    model = load_export(published, tmp_path / "megatron")
     saved = tmp_path / "saved"
     saved.mkdir()
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(saved))
@@ -134,8 +129,14 @@ def build_model(published: Path) -> Any:
     return model
 
 
-def load_model(model: Any, iteration: Path) -> None:
+def load_export(published: Path, checkpoint: Path) -> Any:
+    """Export a model, and load it into Megatron's; a parameter that the checkpoint lacks is no number."""
+    assert main(["export", str(published), "--out", str(checkpoint)]) == ExitCode.DONE
+    model = build_model(published)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
     loaded: dict[str, dict[str, Tensor]] = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, str(iteration)
+        {"model": model.sharded_state_dict()}, str(checkpoint / "iter_0000000")
     )
     model.load_state_dict(loaded["model"])
+    return model

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.checkpoint import unusable_checkpoint
-from moejob_trainer.interchange.further_bridges import register_bridges
-
-_TRANSFORMER_ENGINE = "transformer_engine"
-# Each checks for Transformer Engine when it is first imported, and keeps the result.
-_ASKING = (
-    "megatron.core.extensions.transformer_engine",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.moe_module_specs",
-    "megatron.core.models.hybrid.hybrid_layer_specs",
-    "megatron.core.transformer.moe.moe_utils",
-)
-
+from moejob_trainer.interchange.bridge_import import has_bridge, import_auto_bridge
 
 BRIDGE = "Megatron-Bridge 0.6.2"
 # The bridge silently ignores rotary embeddings that it does not know.
@@ -47,7 +27,7 @@ class BridgedModel:
 
 def read_bridged_model(folder: Path) -> BridgedModel:
     """Return Megatron-Bridge's model of a folder's config.json; InvalidSpec where it knows no such model."""
-    config, bridges = read_published_config(folder), import_auto_bridge()
+    config, bridges = read_published_config(folder), _require_auto_bridge()
     if not set(config.architectures or ()) & set(bridges.list_supported_models()):
         raise unusable_checkpoint(
             f"{BRIDGE} knows no {config.architectures or config.model_type}; it cannot be converted"
@@ -65,16 +45,10 @@ def read_bridged_model(folder: Path) -> BridgedModel:
     return BridgedModel(provider, bridge._model_bridge.mapping_registry())  # noqa: SLF001 there is no other way
 
 
-def import_auto_bridge() -> Any:
-    """Return Megatron-Bridge's AutoBridge class; InvalidSpec where pip left it out."""
-    if find_spec("megatron.bridge") is None:
+def _require_auto_bridge() -> Any:
+    if not has_bridge():
         raise unusable_checkpoint(f"{BRIDGE} is not installed; install moejob-trainer[megatron]")
-    for name in _ASKING:
-        import_module(name)
-    with _importable_transformer_engine(), _unchanged_logging():
-        auto_bridge = import_module("megatron.bridge").AutoBridge
-    register_bridges()
-    return auto_bridge
+    return import_auto_bridge()
 
 
 def read_published_config(folder: Path) -> PretrainedConfig:
@@ -107,44 +81,3 @@ def adapt_provider(provider: Any, config: PretrainedConfig) -> None:
         # Left at yarn, latent attention would compute something else.
         provider.rope_type, provider.rotary_scaling_factor = "rope", 1.0
         provider.mscale = provider.mscale_all_dim = 1.0
-
-
-@contextmanager
-def _unchanged_logging() -> Iterator[None]:
-    """Keep the log: Megatron sends it to a handler of its own, at level INFO, when its training is imported."""
-    root = logging.getLogger()
-    level, handlers = root.level, [*root.handlers]
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        root.setLevel(level)
-        root.handlers[:] = handlers
-
-
-@contextmanager
-def _importable_transformer_engine() -> Iterator[None]:
-    """Let `megatron.bridge.peft` import what it names at its top: classes of layers that it would adapt."""
-    if find_spec(_TRANSFORMER_ENGINE) is not None:
-        yield
-        return
-    stand_ins = {f"{_TRANSFORMER_ENGINE}{suffix}": _empty_module(suffix) for suffix in ("", ".pytorch", ".pytorch.ops")}
-    for name, module in stand_ins.items():
-        parent, _, child = name.rpartition(".")
-        setattr(stand_ins.get(parent, module), child, module)
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        # Other packages would take the stand-ins for the real modules.
-        for name in stand_ins:
-            del sys.modules[name]
-
-
-def _empty_module(suffix: str) -> ModuleType:
-    module = ModuleType(_TRANSFORMER_ENGINE + suffix)
-    module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
-    for name in ("Linear", "LayerNormLinear", "TransformerLayer", "Sequential"):
-        setattr(module, name, type(name, (nn.Module,), {}))
-    return module

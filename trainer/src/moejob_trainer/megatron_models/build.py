@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moejob_api.job.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import Experts, ModelShape
+from moejob_trainer.interchange.bridge_import import without_reports
 from moejob_trainer.megatron.stages import schedule_config, stage_places
 from moejob_trainer.megatron.training_engine import TrainingPlacement
-from moejob_trainer.megatron_models.bridge import without_reports
 from moejob_trainer.megatron_models.cpu import use_cpu_models
 from moejob_trainer.megatron_models.modules import DocumentAttention, LayerModules, make_norm
 from moejob_trainer.megatron_models.settings import make_provider

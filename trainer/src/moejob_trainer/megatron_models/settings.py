@@ -75,6 +75,9 @@ def make_provider(
     if (experts := model.shape.experts) is not None:
         # Bridge gives GLM-4.5 one shared expert, whatever its config says.
         of_job["moe_shared_expert_intermediate_size"] = experts.shared_intermediate or None
+    else:
+        # Megatron refuses to divide experts that a model does not have. Each rank of the group has the whole layer.
+        of_job["expert_model_parallel_size"] = 1
     chosen = read_overrides(spec.model.transformer or {}, frozenset(of_job))
     for name, value in {**_WITHOUT_FUSIONS, **of_job, **chosen}.items():
         setattr(provider, name, value)
