@@ -67,7 +67,7 @@ def moe_model(layers: int = 48, experts: int = 128, **changes: Any) -> ModelShap
 def latent_model(layers: int = 61) -> ModelShape:
     """A DeepSeek-V3 without its extra prediction layer."""
     attention = LatentAttention(128, 1536, 512, nope_dim=128, rope_dim=64, value_dim=128)
-    routed = Experts(256, 8, 2048, shared_intermediate=2048, sigmoid_scores=True)
+    routed = Experts(256, 8, 2048, shared_intermediate=2048, selection_bias=True)
     dense = Layer(attention, DenseMLP(18_432))
     return ModelShape(
         Family.DEEPSEEK_V3, 7168, 129_280, False, 163_840, (dense,) * 3 + (Layer(attention, routed),) * (layers - 3)

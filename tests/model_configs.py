@@ -60,6 +60,10 @@ SMALL: dict[Family, dict[str, Any]] = {
     Family.GLM4_MOE_LITE: _LATENT
     | {key: value for key, value in _DEEPSEEK_EXPERTS.items() if key != "first_k_dense_replace"}
     | {"num_nextn_predict_layers": 1, "num_key_value_heads": 6},
+    Family.OLMOE: _SIZES
+    | {"num_key_value_heads": 2, "intermediate_size": 14, "num_experts": 8, "num_experts_per_tok": 3},
+    Family.ERNIE4_5_MOE: _GROUPED
+    | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 18, "moe_num_shared_experts": 2},
     Family.GPT_OSS: _GROUPED | _MIXTRAL_EXPERTS,
 }
 
@@ -124,6 +128,12 @@ ODD: list[tuple[str, Family, dict[str, Any]]] = [
     ("glm4_moe_lite with whole queries", Family.GLM4_MOE_LITE, {"q_lora_rank": None, "attention_bias": True}),
     ("glm4_moe_lite by list", Family.GLM4_MOE_LITE, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}),
     ("glm4_moe_lite with default ranks", Family.GLM4_MOE_LITE, {"q_lora_rank": MISSING, "kv_lora_rank": MISSING}),
+    ("olmoe as small", Family.OLMOE, {}),
+    ("olmoe with a head for each, tied", Family.OLMOE, {"num_key_value_heads": None, "tie_word_embeddings": True}),
+    ("ernie4_5_moe as small", Family.ERNIE4_5_MOE, {}),
+    ("ernie4_5_moe tied by default", Family.ERNIE4_5_MOE, {"tie_word_embeddings": MISSING, "head_dim": MISSING}),
+    ("ernie4_5_moe without shared", Family.ERNIE4_5_MOE, {"moe_num_shared_experts": 0, "moe_layer_end_index": 3}),
+    ("ernie4_5_moe in turns", Family.ERNIE4_5_MOE, {"moe_layer_start_index": 2, "moe_layer_interval": 2}),
     ("gpt_oss as small", Family.GPT_OSS, {}),
     ("gpt_oss without biases", Family.GPT_OSS, {"attention_bias": False, "head_dim": MISSING}),
     ("gpt_oss with windows by list", Family.GPT_OSS, {"layer_types": _ALTERNATING, "sliding_window": 7}),
@@ -177,6 +187,8 @@ def _coupled(family: Family, values: dict[str, Any]) -> dict[str, Any]:
     values |= {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 2 * heads * experts}
     values |= {key: experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in SMALL[family]}
     values |= {"num_experts_per_tok": max(1, experts // 2)}
+    if family is Family.ERNIE4_5_MOE:
+        values |= {"moe_num_experts": experts, "moe_k": max(1, experts // 2)}
     if "n_routed_experts" in values:
         # Groups of sigmoid scores hold two experts at least, and pairs of elements turn.
         values |= {"n_routed_experts": 2 * experts, "n_group": 1 + (experts > 1), "topk_group": 1}

@@ -83,6 +83,9 @@ MODELS: dict[str, dict[str, Any]] = {
         # Transformers takes one such layer and drops the key, and the trainer writes it again.
         "first_k_dense_replace": 1,
     },
+    "olmoe": _SIZES | {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    "ernie4_5_moe": _SIZES
+    | {"moe_intermediate_size": 64, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2},
     "qwen2": _SIZES,
     "llama": _SIZES,
     "qwen3": _SIZES | {"head_dim": 32, "tie_word_embeddings": True},

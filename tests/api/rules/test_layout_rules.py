@@ -149,7 +149,7 @@ LINEAR = ModelShape(
             QWEN,
             {"moe": {"balancing": "ExpertBias"}},
             Rule.ROUTING,
-            "needs a router with sigmoid scores",
+            "needs a router with a bias that moves its choice",
             id="expert bias of softmax",
         ),
         pytest.param(

@@ -92,7 +92,7 @@ def layer_weights(layer: Any, values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
-    heads, groups, dim = values["num_attention_heads"], values["num_key_value_heads"], values["head_dim"]
+    heads, groups, dim = values["num_attention_heads"], values["num_key_value_heads"], attention.head_dim
     queries, keys, hidden = attention.q_proj, attention.k_proj, values["hidden_size"]
     values_ = attention.v_proj
     found = {
@@ -110,7 +110,9 @@ def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     if attention.o_proj.bias is not None:
         found["output.bias"] = attention.o_proj.bias
     if hasattr(attention, "q_norm"):
-        found |= {"query_norm.weight": attention.q_norm.weight, "key_norm.weight": attention.k_norm.weight}
+        norms = {"query_norm.weight": attention.q_norm.weight, "key_norm.weight": attention.k_norm.weight}
+        is_joint = values["model_type"] == "olmoe"
+        found |= {name: norm.unflatten(0, (-1, dim)) if is_joint else norm for name, norm in norms.items()}
     return found | ({"sinks": attention.sinks} if hasattr(attention, "sinks") else {})
 
 
@@ -156,6 +158,8 @@ def routed(mlp: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     }
     if hasattr(mlp.gate, "e_score_correction_bias"):
         found["router.selection_bias"] = mlp.gate.e_score_correction_bias
+    if hasattr(mlp.gate, "moe_statics"):
+        found["router.selection_bias"] = mlp.gate.moe_statics.e_score_correction_bias[0]
     if hasattr(mlp, "shared_experts"):
         found |= {f"shared.{name}": weight for name, weight in gated(mlp.shared_experts).items()}
     if hasattr(mlp, "shared_expert"):

@@ -96,6 +96,8 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
     (Family.GLM4_MOE_LITE, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
     (Family.GLM4_MOE_LITE, {"rope_interleave": False, "norm_topk_prob": False}),
     (Family.GLM4_MOE_LITE, {"rope_scaling": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    (Family.OLMOE, {"norm_topk_prob": False}),
+    (Family.ERNIE4_5_MOE, {"moe_layer_interval": 2, "moe_num_shared_experts": 0}),
     (Family.GPT_OSS, {"attention_bias": False}),
     (Family.GPT_OSS, {"layer_types": ["full_attention"] * 4}),
 ]

@@ -90,6 +90,8 @@ MODELS: dict[Family, dict[str, Any]] = {
     Family.GLM4_MOE_LITE: _GROUPED
     | {key: value for key, value in _SIGMOID.items() if key != "first_k_dense_replace"}
     | {"num_key_value_heads": 8},
+    Family.OLMOE: _GROUPED | {"norm_topk_prob": True},
+    Family.ERNIE4_5_MOE: _GROUPED | {"tie_word_embeddings": True, "moe_layer_start_index": 2},
     Family.GPT_OSS: _GROUPED | {"sliding_window": 6},
     Family.LLAMA: _GROUPED,
     Family.QWEN2: _GROUPED | {"tie_word_embeddings": True},

@@ -75,6 +75,9 @@ TRAINED: dict[str, dict[str, Any]] = ALIKE | {
 }
 
 
+NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE)
+
+
 def _cell(family: Family, parallelism: Mapping[str, Any], sections: Mapping[str, Any] | None = None) -> Cell:
     return Cell(family, merge_sections(merge_sections(SHARDED, {"parallelism": dict(parallelism)}), sections or {}))
 
@@ -87,12 +90,12 @@ def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> 
 @pytest.mark.parametrize(
     ("family", "layout"),
     make_rows(
-        product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, Family.GLM4_MOE_LITE), LAYOUTS),
+        product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS),
         [
             *product((Family.QWEN3_MOE,), ("alone", "DP3", "EP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")),
             *product((Family.DEEPSEEK_V3,), ("TP2.DP2", "ETP2 folded over DP4")),
             (Family.MIXTRAL, "EP2.DP2"),
-            (Family.GLM4_MOE_LITE, "EP2.DP2"),
+            *product(NEWER, ("EP2.DP2", "TP2.DP2")),
         ],
     ),
 )

@@ -86,7 +86,7 @@ IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
 
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
-NEWER = (Family.GLM4_MOE_LITE,)
+NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE)
 ALWAYS = [
     *product(NEWER, DIVIDED),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),

@@ -40,6 +40,8 @@ CASES = {
     "deepseek_v3, experts": (Family.DEEPSEEK_V3, EXPERTS),
     "deepseek_v3, all": (Family.DEEPSEEK_V3, ALL),
     "glm4_moe, all": (Family.GLM4_MOE, ALL),
+    "olmoe, all": (Family.OLMOE, (*ATTENTION, *EXPERTS)),
+    "ernie4_5_moe, all": (Family.ERNIE4_5_MOE, ALL),
     "gpt_oss, attention": (Family.GPT_OSS, ATTENTION),
     "llama, all": (Family.LLAMA, (*ATTENTION, *DENSE)),
 }

@@ -172,8 +172,8 @@ def _grouped_attention_weights(hidden: int, attention: GroupedAttention) -> Para
     query_width = width * (1 + attention.output_gate)
     inputs = hidden + attention.qkv_bias
     return ParameterCounts(
-        tensor=inputs * query_width + width * hidden + attention.sinks * attention.heads,
-        key_value=inputs * 2 * key_value_width,
+        tensor=inputs * query_width + width * (hidden + attention.joint_norm) + attention.sinks * attention.heads,
+        key_value=inputs * 2 * key_value_width + attention.joint_norm * key_value_width,
         # Queries and keys have a norm of one head's size each. The output's bias is added after the sum over ranks.
         replicated=attention.head_norm * 2 * attention.head_dim + attention.output_bias * hidden,
     )

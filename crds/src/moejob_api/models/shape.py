@@ -24,6 +24,8 @@ class Family(StrEnum):
     DEEPSEEK_V3 = "deepseek_v3"
     GLM4_MOE = "glm4_moe"
     GLM4_MOE_LITE = "glm4_moe_lite"
+    OLMOE = "olmoe"
+    ERNIE4_5_MOE = "ernie4_5_moe"
     GPT_OSS = "gpt_oss"
 
 
@@ -37,6 +39,8 @@ class GroupedAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: bool = False
+    # One norm over all heads of the queries, and one over those of the keys.
+    joint_norm: bool = False
     sinks: bool = False
     output_gate: bool = False
     window: int | None = None
@@ -85,8 +89,8 @@ class Experts:
     router_bias: bool = False
     shared_intermediate: int = 0
     shared_gate: bool = False
-    # Selection by a per-expert bias without a loss works on sigmoid scores only.
-    sigmoid_scores: bool = False
+    # A bias for each expert moves the choice of experts, but not their weights; no gradient reaches it.
+    selection_bias: bool = False
 
 
 Attention = GroupedAttention | LatentAttention | LinearAttention

@@ -192,11 +192,12 @@ def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
                 f"routingReplay trains on the experts that the engine chose, and {shape.family} has none; remove it",
             )
         return
-    if spec.moe.balancing is BalancingMethod.EXPERT_BIAS and not experts.sigmoid_scores:
+    if spec.moe.balancing is BalancingMethod.EXPERT_BIAS and not experts.selection_bias:
         yield Problem(
             Rule.ROUTING,
             "spec.moe.balancing",
-            f"ExpertBias needs a router with sigmoid scores, {shape.family} has softmax; use AuxLoss or GlobalAuxLoss",
+            f"ExpertBias needs a router with a bias that moves its choice, {shape.family} has none; use AuxLoss or "
+            "GlobalAuxLoss",
         )
 
 

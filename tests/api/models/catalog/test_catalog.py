@@ -29,6 +29,9 @@ PARAMETERS: dict[str, tuple[int, int | None]] = {
     "Qwen/Qwen3-8B": (8_190_735_360, 0),
     # A module for further tokens, which the config does not mention; Qwen3-Coder-Next, without it, has exactly 0 more.
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, 1_650_471_424),
+    "allenai/OLMoE-1B-7B-0924": (6_919_161_856, 0),
+    # As Transformers counts it without the bias to choose experts by; MTP comes on top.
+    "baidu/ERNIE-4.5-21B-A3B-PT": (21_825_436_160, None),
     "deepseek-ai/DeepSeek-V2": (235_741_434_880, 0),
     "deepseek-ai/DeepSeek-V2-Lite": (15_706_484_224, 0),
     # In 16 bits and without MTP it is 671,026,419,200: 58 layers have a bias to choose experts by, no parameter here.
@@ -114,6 +117,8 @@ def test_what_qwen3_next_publishes_beyond_its_config_is_one_module_for_further_t
         pytest.param("openai/gpt-oss-20b", 4.2, id="gpt-oss: 3.6 B without the embedding"),
         pytest.param("moonshotai/Moonlight-16B-A3B", 2.9, id="Moonlight A3B"),
         pytest.param("zai-org/GLM-4.7-Flash", 3.9, id="GLM-4.7-Flash"),
+        pytest.param("allenai/OLMoE-1B-7B-0924", 1.3, id="OLMoE 1B"),
+        pytest.param("baidu/ERNIE-4.5-21B-A3B-PT", 3.4, id="ERNIE A3B"),
     ],
 )
 def test_a_token_meets_as_many_parameters_as_the_name_says(name: str, billions: float) -> None:

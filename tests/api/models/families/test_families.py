@@ -54,7 +54,7 @@ def test_a_grouped_model_is_read_whole() -> None:
 def test_a_latent_model_is_read_whole() -> None:
     attention = LatentAttention(6, 22, 16, 8, 4, 12)
     dense = Layer(attention, DenseMLP(14))
-    sparse = Layer(attention, Experts(8, 3, 18, shared_intermediate=36, sigmoid_scores=True))
+    sparse = Layer(attention, Experts(8, 3, 18, shared_intermediate=36, selection_bias=True))
     expected = ModelShape(Family.DEEPSEEK_V3, 24, 40, False, 64, (dense,) * 2 + (sparse,) * 3, (sparse,))
     assert shape_of(config(Family.DEEPSEEK_V3)) == expected
 
@@ -319,6 +319,10 @@ def _meaning(family: Family, changes: dict[str, Any], message: str, name: str) -
             "a dense layer behind a sparse one",
             "plain layers in between",
         ),
+        _meaning(Family.OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; expected null", "clipped"),
+        _meaning(Family.OLMOE, {"attention_bias": True}, "attention_bias is true; expected false", "no such bias"),
+        _meaning(Family.ERNIE4_5_MOE, {"use_bias": True}, "use_bias is true; expected false", "biases everywhere"),
+        _meaning(Family.ERNIE4_5_MOE, {"moe_norm_min": 0.5}, "moe_norm_min is 0.5; expected 1e-12", "largest divisor"),
         _meaning(Family.GLM4_MOE_LITE, {"head_dim": 10}, "head_dim is 10; expected 4", "another name"),
         _meaning(Family.DEEPSEEK_V3, {"qk_rope_head_dim": 5}, "5 of the 5 elements of a head turn", "odd latent heads"),
         _meaning(
@@ -378,6 +382,9 @@ def test_a_key_that_says_what_is_computed_anyway_is_accepted(family: Family, cha
     ("name", "says"),
     [
         pytest.param("kimi_k2", "Kimi-K2 (model_type kimi_k2) needs a tokenizer", id="Kimi-K2"),
+        pytest.param("bailing_moe", "Ling and Ring (model_type bailing_moe) are not in Transformers", id="Ling"),
+        pytest.param("bailing_moe_v2", "Ling 2 (model_type bailing_moe_v2) is not in Transformers", id="Ling 2"),
+        pytest.param("minimax_m2", "MiniMax-M2 (model_type minimax_m2) turns rotary_dim elements", id="MiniMax-M2"),
         pytest.param("deepseek", "DeepSeek-MoE v1 (model_type deepseek) is not in Transformers", id="DeepSeek-MoE v1"),
         pytest.param("llama4", "Llama 4 (model_type llama4) reads more than text", id="Llama 4"),
         pytest.param("llama4_text", "Llama 4 (model_type llama4_text) needs attention in chunks", id="its text part"),

@@ -31,11 +31,17 @@ _GROUPED_ATTENTION = (
     TensorRule("attention.key_value.weight", "g 1 d h", "self_attn.v_proj.weight", "(g d) h"),
     TensorRule("attention.key_value.bias", "g 0 d", "self_attn.k_proj.bias", "(g d)"),
     TensorRule("attention.key_value.bias", "g 1 d", "self_attn.v_proj.bias", "(g d)"),
-    TensorRule("attention.query_norm.weight", "d", "self_attn.q_norm.weight", "d"),
-    TensorRule("attention.key_norm.weight", "d", "self_attn.k_norm.weight", "d"),
     TensorRule("attention.sinks", "n", "self_attn.sinks", "n"),
     TensorRule("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
     TensorRule("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
+)
+_HEAD_NORMS = (
+    TensorRule("attention.query_norm.weight", "d", "self_attn.q_norm.weight", "d"),
+    TensorRule("attention.key_norm.weight", "d", "self_attn.k_norm.weight", "d"),
+)
+_JOINT_NORMS = (
+    TensorRule("attention.query_norm.weight", "n d", "self_attn.q_norm.weight", "(n d)"),
+    TensorRule("attention.key_norm.weight", "g d", "self_attn.k_norm.weight", "(g d)"),
 )
 _LATENT_ATTENTION = (
     TensorRule("attention.query.weight", "n d h", "self_attn.q_proj.weight", "(n d) h"),
@@ -77,7 +83,7 @@ def _expert_rules(theirs: str, gate: str, up: str, down: str) -> tuple[TensorRul
     )
 
 
-_DENSE = (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_gated_rules("mlp", "mlp"))
+_DENSE = (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_HEAD_NORMS, *_gated_rules("mlp", "mlp"))
 _ROUTER = (TensorRule("moe.router.weight", "e h", "mlp.gate.weight", "e h"),)
 _EXPERTS = (*_ROUTER, *_expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj"))
 _MIXTRAL = (
@@ -88,11 +94,14 @@ _GATED_SHARED = (
     *_gated_rules("moe.shared", "mlp.shared_expert"),
     TensorRule("moe.shared_gate.weight", "o h", "mlp.shared_expert_gate.weight", "o h"),
 )
+_SHARED_EXPERTS = _gated_rules("moe.shared", "mlp.shared_experts")
 _DEEPSEEK_EXPERTS = (
     *_EXPERTS,
-    *_gated_rules("moe.shared", "mlp.shared_experts"),
+    *_SHARED_EXPERTS,
     TensorRule("moe.router.selection_bias", "e", "mlp.gate.e_score_correction_bias", "e"),
 )
+# A matrix of one row.
+_ERNIE_BIAS = TensorRule("moe.router.selection_bias", "e", "mlp.moe_statics.e_score_correction_bias", "() e")
 # All experts in one tensor, with inputs first, and gate and up in turns.
 _GPT_OSS = (
     TensorRule("moe.router.weight", "e h", "mlp.router.weight", "e h"),
@@ -115,6 +124,8 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.DEEPSEEK_V3: (*_DEEPSEEK, *_MTP),
     Family.GLM4_MOE: (*_DENSE, *_DEEPSEEK_EXPERTS, *_MTP),
     Family.GLM4_MOE_LITE: (*_DEEPSEEK, *_MTP),
+    Family.OLMOE: (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_JOINT_NORMS, *_EXPERTS),
+    Family.ERNIE4_5_MOE: (*_DENSE, *_EXPERTS, *_SHARED_EXPERTS, _ERNIE_BIAS),
     Family.GPT_OSS: (*_DENSE, *_GPT_OSS),
 }
 

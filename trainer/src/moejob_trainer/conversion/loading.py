@@ -25,6 +25,8 @@ from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, loca
 _HOST = torch.device("cpu")
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# MTP of ERNIE-4.5, which Transformers does not read.
+_ERNIE_MTP = "model.mtp_"
 _ITS_CONFIG = "use the config.json that was published with it"
 
 
@@ -195,11 +197,11 @@ def _left_out_tensors(checkpoint: TensorSource, table: TensorTable) -> set[str]:
 
 
 def _meaningless_tensors(checkpoint: TensorSource) -> set[str]:
-    """Return tensors without elements, and rotary frequencies, which old files hold and the layer computes."""
+    """Return tensors without elements, rotary frequencies of old files, and modules that no model here has."""
     return {
         name
         for name, tensor in checkpoint.tensors.items()
-        if 0 in tensor.shape or name.endswith(".rotary_emb.inv_freq")
+        if 0 in tensor.shape or name.endswith(".rotary_emb.inv_freq") or name.startswith(_ERNIE_MTP)
     }
 
 

@@ -62,6 +62,8 @@ def _updated_config(published_config: dict[str, object], shape: ModelShape, dtyp
         changed_config["num_nextn_predict_layers"] = 0
     if shape.family is Family.DEEPSEEK_V3:
         changed_config |= {key: changed_config.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
+    if shape.family is Family.ERNIE4_5_MOE and "num_nextn_predict_layers" in changed_config:
+        changed_config["num_nextn_predict_layers"] = 0
     if shape.family is Family.GLM4_MOE_LITE:
         # vLLM reads this key, Transformers mlp_layer_types.
         changed_config["first_k_dense_replace"] = sum(isinstance(layer.mlp, DenseMLP) for layer in shape.layers)

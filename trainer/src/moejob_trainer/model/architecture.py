@@ -83,9 +83,12 @@ def _make_rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
         dim=_rotary_dim(shape, parameters),
         theta=float(parameters["rope_theta"]),
         scaling=_make_scaling(parameters, config.max_position_embeddings),
-        # DeepSeek-V2's code turns neighbouring elements always, DeepSeek-V3's when its config says so.
-        interleaved=shape.family is Family.DEEPSEEK_V2 or bool(getattr(config, "rope_interleave", False)),
+        # DeepSeek-V2 and ERNIE turn neighbouring elements always, DeepSeek-V3 when its config says so.
+        interleaved=shape.family in _INTERLEAVED or bool(getattr(config, "rope_interleave", False)),
     )
+
+
+_INTERLEAVED = frozenset({Family.DEEPSEEK_V2, Family.ERNIE4_5_MOE})
 
 
 def _rotary_dim(shape: ModelShape, parameters: Mapping[str, Any]) -> int:
@@ -140,9 +143,9 @@ def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None
         return None
     plain = Routing(experts.count, experts.per_token)
     match shape.family:
-        case Family.MIXTRAL:
+        case Family.MIXTRAL | Family.ERNIE4_5_MOE:
             return replace(plain, renormalized=True)
-        case Family.QWEN2_MOE | Family.QWEN3_MOE:
+        case Family.QWEN2_MOE | Family.QWEN3_MOE | Family.OLMOE:
             return replace(plain, renormalized=config.norm_topk_prob)
         case Family.GPT_OSS:
             return replace(plain, scoring=Scoring.SELECTED_SOFTMAX)

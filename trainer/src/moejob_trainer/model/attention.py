@@ -11,6 +11,7 @@ from moejob_api.models.shape import GroupedAttention
 from moejob_trainer.layers.attention import compute_attention
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.rotary import rotate_heads
+from moejob_trainer.model.joint_norm import JointNorm
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
 from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import maybe_recompute
@@ -40,23 +41,30 @@ class Attention(nn.Module):
         self.query = Linear((self.heads, dim), (hidden,), bias=shape.qkv_bias)
         self.key_value = Linear((groups, 2, dim), (hidden,), bias=shape.qkv_bias)
         self.output = OutputLinear(hidden, (self.heads, dim), share, bias=shape.output_bias)
-        self.query_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
-        self.key_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
+        self.query_norm: nn.Module | None = RMSNorm(dim, epsilon) if shape.head_norm else None
+        self.key_norm: nn.Module | None = RMSNorm(dim, epsilon) if shape.head_norm else None
+        if shape.joint_norm:
+            key_group = None if self.is_replicated else share.group
+            self.query_norm = JointNorm((self.heads, dim), shape.heads * dim, share.group, epsilon)
+            self.key_norm = JointNorm((groups, dim), shape.key_value_heads * dim, key_group, epsilon)
         self.sinks = nn.Parameter(self.query.weight.new_empty(self.heads)) if shape.sinks else None
         self._mark_replicas()
 
     def _mark_replicas(self) -> None:
-        norms = [norm.weight for norm in (self.query_norm, self.key_norm) if norm is not None]
+        norms = [norm.weight for norm in (self.query_norm, self.key_norm) if isinstance(norm, RMSNorm)]
         replicas = [*self.key_value.parameters()] if self.is_replicated else []
+        if self.is_replicated and isinstance(self.key_norm, JointNorm):
+            replicas.append(self.key_norm.weight)
         for parameter in (*norms, *replicas):
             mark_partial(parameter)
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """Attend with the heads of this rank. [t, h] -> [t, h]"""
         query, key_value = self.share.multiply_columns(x, self.query, self.key_value)
-        key, value = self._own_groups(key_value).unbind(2)
+        key, value = key_value.unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        key, value = self._own_groups(key), self._own_groups(value)
         query, key = (rotate_heads(x, packed.cosine, packed.sine, interleaved=packed.interleaved) for x in (query, key))
         recomputes_core = RecomputeModule.CORE_ATTENTION in self.settings.recompute
         return self.output(maybe_recompute(recomputes_core, self._compute_attention, query, key, value, packed))
@@ -74,7 +82,7 @@ class Attention(nn.Module):
         )
 
     def _own_groups(self, key_value: Tensor) -> Tensor:
-        """Keys and values of the groups that this rank's heads belong to. [t, g, 2, d]"""
+        """Keys or values of the groups that this rank's heads belong to. [t, g, d]"""
         if not self.is_replicated:
             return key_value
         per_group = self.shape.heads // self.shape.key_value_heads

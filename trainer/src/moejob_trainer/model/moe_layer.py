@@ -63,7 +63,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.count, hidden))
         self.bias = nn.Parameter(torch.empty(shape.count)) if shape.router_bias else None
         self.selection_bias: Tensor | None
-        bias = torch.zeros(shape.count, dtype=torch.float32) if shape.sigmoid_scores else None
+        bias = torch.zeros(shape.count, dtype=torch.float32) if shape.selection_bias else None
         self.register_buffer("selection_bias", bias)
         for parameter in self.parameters():
             mark_partial(parameter, is_partial=share.sequence_parallel)

@@ -186,6 +186,9 @@ def _grouped_attention(hidden: int, attention: GroupedAttention) -> Iterator[Par
     if attention.head_norm:
         yield Parameter("attention.query_norm.weight", (dim,))
         yield Parameter("attention.key_norm.weight", (dim,))
+    if attention.joint_norm:
+        yield Parameter("attention.query_norm.weight", (heads, dim), _TENSOR_0)
+        yield Parameter("attention.key_norm.weight", (groups, dim), _TENSOR_0, may_be_whole=True)
     if attention.sinks:
         yield Parameter("attention.sinks", (heads,), _TENSOR_0)
     yield Parameter("attention.output.weight", (hidden, heads, dim), _TENSOR_1)
@@ -249,5 +252,5 @@ def _router_parameters(hidden: int, experts: Experts) -> Iterator[Parameter]:
     yield Parameter("moe.router.weight", (experts.count, hidden))
     if experts.router_bias:
         yield Parameter("moe.router.bias", (experts.count,))
-    if experts.sigmoid_scores:
+    if experts.selection_bias:
         yield Parameter("moe.router.selection_bias", (experts.count,), is_buffer=True)

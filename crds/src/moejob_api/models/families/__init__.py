@@ -13,9 +13,11 @@ from moejob_api.models.families.deepseek import deepseek_v2_shape, deepseek_v3_s
 from moejob_api.models.families.dense import llama_shape, qwen2_shape, qwen3_shape
 from moejob_api.models.families.keys import refuse_unknown_meanings
 from moejob_api.models.families.mixture_of_experts import (
+    ernie4_5_moe_shape,
     glm4_moe_shape,
     gpt_oss_shape,
     mixtral_shape,
+    olmoe_shape,
     qwen2_moe_shape,
     qwen3_moe_shape,
     qwen3_next_shape,
@@ -38,6 +40,8 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.DEEPSEEK_V3: deepseek_v3_shape,
     Family.GLM4_MOE: glm4_moe_shape,
     Family.GLM4_MOE_LITE: glm4_moe_lite_shape,
+    Family.OLMOE: olmoe_shape,
+    Family.ERNIE4_5_MOE: ernie4_5_moe_shape,
     Family.GPT_OSS: gpt_oss_shape,
 }
 
@@ -45,6 +49,9 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
 _KNOWN_BY_NAME: Mapping[str, str] = {
     "kimi_k2": "Kimi-K2 (model_type kimi_k2) needs a tokenizer of its own code and is not in Transformers",
     "deepseek": "DeepSeek-MoE v1 (model_type deepseek) is not in Transformers, which every run is compared with",
+    "bailing_moe": "Ling and Ring (model_type bailing_moe) are not in Transformers, which every run is compared with",
+    "bailing_moe_v2": "Ling 2 (model_type bailing_moe_v2) is not in Transformers, which every run is compared with",
+    "minimax_m2": "MiniMax-M2 (model_type minimax_m2) turns rotary_dim elements of each head, and Transformers all",
     "llama4": "Llama 4 (model_type llama4) reads more than text, and only text is trained",
     "llama4_text": "Llama 4 (model_type llama4_text) needs attention in chunks and layers without positions",
 }

@@ -219,6 +219,29 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "moe_layer_freq": RestrictedKey((1, None), "Transformers takes the layers of mlp_layer_types; remove it"),
         "rope_interleave": SwitchKey(),
     },
+    Family.OLMOE: _GROUPED
+    | _ROUTED
+    | {
+        "num_experts": USED,
+        "num_local_experts": USED,
+        "norm_topk_prob": SwitchKey(),
+        "attention_bias": RestrictedKey((False, None), f"engines have no such bias; {_COPY}"),
+        "clip_qkv": RestrictedKey((None,), f"the trainer clips no queries, keys and values; {_COPY}"),
+    },
+    Family.ERNIE4_5_MOE: _GROUPED
+    | _ROUTED
+    | {
+        "num_experts": USED,
+        "moe_num_experts": USED,
+        "moe_k": USED,
+        "moe_intermediate_size": USED,
+        "moe_num_shared_experts": USED,
+        "moe_layer_start_index": USED,
+        "moe_layer_end_index": USED,
+        "moe_layer_interval": USED,
+        "moe_norm_min": RestrictedKey((1e-12, None), f"the trainer has no other smallest sum; {_COPY}"),
+        "use_bias": RestrictedKey((False, None), f"the trainer has no such biases in this family; {_COPY}"),
+    },
     Family.GPT_OSS: _GROUPED
     | _MIXTRAL_EXPERTS
     | {

@@ -21,13 +21,15 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 
-def build_shape(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: int = 0) -> ModelShape:
-    """The finished model; `mtp` further layers are like the last one, as in Megatron."""
+def build_shape(
+    config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: int = 0, *, tied: bool = False
+) -> ModelShape:
+    """The finished model; `mtp` further layers are like the last one, as in Megatron. `tied` where no key says it."""
     return ModelShape(
         family=family,
         hidden=config.read_size("hidden_size"),
         vocabulary=config.read_size("vocab_size"),
-        tied_embeddings=config.read_flag("tie_word_embeddings"),
+        tied_embeddings=config.read_flag("tie_word_embeddings", absent=tied),
         positions=config.read_size("max_position_embeddings"),
         layers=layers,
         mtp_layers=(layers[-1],) * mtp,
@@ -133,7 +135,7 @@ def refuse_uneven_groups(
     if chosen_groups > groups:
         config.refuse_model(f"topk_group {chosen_groups} is more than n_group {groups}")
     # Groups of sigmoid scores are compared by the best two of each.
-    if experts.sigmoid_scores and group_experts < 2:
+    if experts.selection_bias and group_experts < 2:
         config.refuse_model(f"n_group {groups} leaves one of {experts.count} experts to a group; two are needed")
     if experts.per_token > chosen_groups * group_experts:
         config.refuse_model(

@@ -1,4 +1,6 @@
-"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, GLM-4.5 and gpt-oss."""
+"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, GLM-4.5, OLMoE, ERNIE-4.5
+and gpt-oss.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from moejob_api.models.families.layers import (
     mtp_count,
     optional_window,
     refuse_uneven_groups,
+    refuse_uneven_heads,
     stack_layers,
     window_or_none,
     windowed_attentions,
@@ -76,6 +79,43 @@ def glm4_moe_shape(config: ConfigReader) -> ModelShape:
     return build_shape(config, Family.GLM4_MOE, stack_layers([attention] * len(mlps), mlps), mtp_count(config))
 
 
+def olmoe_shape(config: ConfigReader) -> ModelShape:
+    """OLMoE: queries and keys are normed over all their heads together."""
+    refuse_uneven_heads(config)
+    heads = config.read_size("num_attention_heads")
+    head_dim = config.read_size("hidden_size") // heads
+    config.require_value("head_dim", head_dim, "hidden_size / num_attention_heads says it; remove head_dim")
+    plain = grouped_attention(config, head_dim=head_dim, key_value_heads=heads)
+    experts = _read_experts(config, "num_local_experts", "num_experts", intermediate="intermediate_size")
+    count = layer_count(config)
+    layers = stack_layers([replace(plain, joint_norm=True)] * count, mixed_mlps(config, experts, [True] * count))
+    return build_shape(config, Family.OLMOE, layers)
+
+
+def ernie4_5_moe_shape(config: ConfigReader) -> ModelShape:
+    """ERNIE-4.5: shared experts, and a bias that moves the choice among softmax scores."""
+    shared = config.read_size("moe_num_shared_experts", absent=2, smallest=0)
+    width = config.read_size("moe_intermediate_size")
+    experts = Experts(
+        count=config.read_first_size("num_experts", "moe_num_experts"),
+        per_token=config.read_first_size("num_experts_per_tok", "moe_k"),
+        intermediate=width,
+        shared_intermediate=shared * width,
+        selection_bias=True,
+    )
+    mlps = mixed_mlps(config, experts, _expert_layers_in_range(config))
+    layers = stack_layers([grouped_attention(config)] * len(mlps), mlps)
+    return build_shape(config, Family.ERNIE4_5_MOE, layers, tied=True)
+
+
+def _expert_layers_in_range(config: ConfigReader) -> list[bool]:
+    """Return the layers that hold experts in ERNIE's way: every n-th of a range, whose end -1 is the last layer."""
+    count, interval = layer_count(config), config.read_size("moe_layer_interval", absent=1)
+    first = config.read_size("moe_layer_start_index", absent=1, smallest=0)
+    last = config.read_size("moe_layer_end_index", absent=-1, smallest=-1)
+    return [first <= index <= (count if last == -1 else last) and (index + 1) % interval == 0 for index in range(count)]
+
+
 def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     """gpt-oss: biases everywhere, a learned sink for each head, a window in every other layer."""
     bias = config.read_flag("attention_bias", absent=True)
@@ -96,7 +136,7 @@ def shared_experts(config: ConfigReader, *, absent: int, sigmoid: bool) -> Exper
     shared = config.read_size("n_shared_experts", absent=absent, smallest=0)
     alias = "num_local_experts" if sigmoid else "num_experts"
     experts = _read_experts(config, alias, "n_routed_experts")
-    return replace(experts, shared_intermediate=shared * experts.intermediate, sigmoid_scores=sigmoid)
+    return replace(experts, shared_intermediate=shared * experts.intermediate, selection_bias=sigmoid)
 
 
 def _read_experts(config: ConfigReader, *names: str, intermediate: str = "moe_intermediate_size") -> Experts:

@@ -112,11 +112,12 @@ def _grouped_token_bytes(attention: GroupedAttention, share: MicrobatchShare, se
     heads, groups = ceil_div(attention.heads, share.tensor), max(1, ceil_div(attention.key_value_heads, share.tensor))
     # Values are a view of what keys and values are projected to, so all of it stays. Queries and keys are kept rotated;
     # what queries are projected to, only where a norm reads it or a gate is part of it.
-    projected = heads * (1 + attention.output_gate) if attention.head_norm or attention.output_gate else 0
+    is_normed = attention.head_norm or attention.joint_norm
+    projected = heads * (1 + attention.output_gate) if is_normed or attention.output_gate else 0
     wide = projected + 2 * groups + heads + groups
     # The attention's output is the input of the output projection. A gate adds its sigmoid and the gated product.
     wide += heads * (3 if attention.output_gate else 1)
-    statistics = FLOAT32_BYTES * (heads + groups) * attention.head_norm
+    statistics = FLOAT32_BYTES * ((heads + groups) * attention.head_norm + 2 * attention.joint_norm)
     if RecomputeModule.CORE_ATTENTION not in settings.recomputed:
         statistics += FLOAT32_BYTES * heads
         wide += _gathered_width(2 * groups, share)
