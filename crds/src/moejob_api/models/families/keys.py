@@ -226,7 +226,7 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "num_local_experts": USED,
         "norm_topk_prob": SwitchKey(),
         "attention_bias": RestrictedKey((False, None), f"engines have no such bias; {_COPY}"),
-        "clip_qkv": RestrictedKey((None,), f"the trainer clips no queries, keys and values; {_COPY}"),
+        "clip_qkv": USED,
     },
     Family.ERNIE4_5_MOE: _GROUPED
     | _ROUTED
