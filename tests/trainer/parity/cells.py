@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from moejob_trainer.megatron.weights import (
     read_weights,
 )
 from moejob_trainer.model.architecture import Architecture, read_architecture, trained_architecture
+from moejob_trainer.model.joint_norm import JointNorm
 from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.model.stage import ModelStage
 from moejob_trainer.objectives.losses import cross_entropy
@@ -326,10 +327,9 @@ def start_engine(cell: Cell, folder: Path) -> MegatronTrainingEngine:
             folder / "adapters", build_adapter_table(_read_shape(folder / "adapters", spec_of_cell), lora)
         )
         read_weights(adapter_weights(stages), adapted, groups)
-    if cell.mutant == "two experts swapped":
-        _swap_experts(stages)
-    if cell.mutant == "a layer skipped":
-        _skip_layer(stages)
+    mistake = _MISTAKES_OF_STAGES.get(cell.mutant)
+    if mistake is not None:
+        mistake(stages)
     return _build_engine(cell, model, stages, groups)
 
 
@@ -352,7 +352,12 @@ def _read_model(cell: Cell, folder: Path) -> Architecture:
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
         config["rope_parameters"]["rope_theta"] = 10000.0
-    return trained_architecture(read_architecture(config), cell.spec())
+    model = trained_architecture(read_architecture(config), cell.spec())
+    if cell.mutant == "halves turned":
+        model = replace(model, rotary=replace(model.rotary, interleaved=not model.rotary.interleaved))
+    if cell.mutant == "weights not divided by their sum" and model.routing is not None:
+        model = replace(model, routing=replace(model.routing, renormalized=False))
+    return model
 
 
 def _build_stages(cell: Cell, folder: Path, model: Architecture, groups: Groups) -> list[ModelStage]:
@@ -421,6 +426,34 @@ def _skip_layer(stages: Sequence[Any]) -> None:
     last = [*layers][-1]
     for parameter in (layers[last].attention.output.weight, *_output_weights(layers[last])):
         parameter.data.zero_()
+
+
+def _forget_selection_bias(stages: Sequence[Any]) -> None:
+    for name, buffer in stages[0].named_buffers():
+        if name.endswith("selection_bias"):
+            buffer.zero_()
+
+
+def _skip_shared_experts(stages: Sequence[Any]) -> None:
+    for name, parameter in stages[0].named_parameters():
+        if name.endswith("shared.down.weight"):
+            parameter.data.zero_()
+
+
+def _norm_heads_apart(stages: Sequence[Any]) -> None:
+    """Each tensor rank by its own heads."""
+    for module in stages[0].modules():
+        if isinstance(module, JointNorm):
+            module.group, module.size = None, module.weight.numel()
+
+
+_MISTAKES_OF_STAGES: dict[str, Callable[[Sequence[Any]], None]] = {
+    "two experts swapped": _swap_experts,
+    "a layer skipped": _skip_layer,
+    "choice without its bias": _forget_selection_bias,
+    "shared experts skipped": _skip_shared_experts,
+    "heads normed apart": _norm_heads_apart,
+}
 
 
 def _output_weights(layer: Any) -> Iterator[torch.nn.Parameter]:

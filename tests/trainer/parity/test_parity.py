@@ -291,3 +291,22 @@ def test_a_mistake_made_on_purpose_is_seen(worlds: Worlds, reference: Reference,
     cell = Cell(Family.QWEN3_MOE, {"parallelism": {"data": 2}}, mutant)
     with pytest.raises(AssertionError, match=r"off by|Not equal"):
         _assert_like_reference(worlds, reference, cell)
+
+
+# Mistakes that one family alone makes room for.
+MUTANTS_OF_FAMILIES = [
+    (Family.ERNIE4_5_MOE, "choice without its bias"),
+    (Family.ERNIE4_5_MOE, "halves turned"),
+    (Family.ERNIE4_5_MOE, "shared experts skipped"),
+    (Family.ERNIE4_5_MOE, "weights not divided by their sum"),
+    (Family.OLMOE, "heads normed apart"),
+]
+
+
+@pytest.mark.parametrize(("family", "mutant"), MUTANTS_OF_FAMILIES)
+def test_a_mistake_in_what_a_family_computes_is_seen(
+    worlds: Worlds, reference: Reference, family: Family, mutant: str
+) -> None:
+    cell = Cell(family, {"parallelism": {"tensor": 2}}, mutant)
+    with pytest.raises(AssertionError, match=r"off by|Not equal"):
+        _assert_like_reference(worlds, reference, cell)

@@ -23,6 +23,8 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.DEEPSEEK_V2: "Megatron's latent attention needs Transformer Engine",
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
+    Family.OLMOE: "no layers of Megatron here norm queries and keys over all heads, as OLMoE does",
+    Family.ERNIE4_5_MOE: "Megatron's router moves sigmoid scores alone by a bias, and ERNIE-4.5 has softmax scores",
     Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
@@ -45,6 +47,8 @@ CONVERTED_FAMILIES = frozenset(
 # The reason for each of the others.
 UNCONVERTED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "the trainer has no layers of Qwen3-Next",
+    Family.OLMOE: "Megatron-Bridge's names of OLMoE were not compared with Transformers",
+    Family.ERNIE4_5_MOE: "Megatron-Bridge configures ERNIE-4.5 with sigmoid scores, and its model has softmax",
 }
 # Attention heads that vLLM's kernel for CPUs is compiled for.
 CPU_ENGINE_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
