@@ -44,7 +44,10 @@ def _keys_read(module: ModuleType) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name("config") | ast.Attribute(attr="config"), attr=key):
                 yield key
-            case ast.Call(func=ast.Name("getattr"), args=[ast.Name("config"), ast.Constant(str(key)), *_]):
+            case ast.Call(
+                func=ast.Name("getattr"),
+                args=[ast.Name("config") | ast.Attribute(attr="config"), ast.Constant(str(key)), *_],
+            ):
                 yield key
             case _:
                 pass
