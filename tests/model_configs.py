@@ -64,6 +64,7 @@ SMALL: dict[Family, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "intermediate_size": 14, "num_experts": 8, "num_experts_per_tok": 3},
     Family.ERNIE4_5_MOE: _GROUPED
     | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 18, "moe_num_shared_experts": 2},
+    Family.MINIMAX_M2: _GROUPED | _MIXTRAL_EXPERTS | {"rotary_dim": 6},
     Family.GPT_OSS: _GROUPED | _MIXTRAL_EXPERTS,
 }
 
@@ -134,6 +135,8 @@ ODD: list[tuple[str, Family, dict[str, Any]]] = [
     ("ernie4_5_moe tied by default", Family.ERNIE4_5_MOE, {"tie_word_embeddings": MISSING, "head_dim": MISSING}),
     ("ernie4_5_moe without shared", Family.ERNIE4_5_MOE, {"moe_num_shared_experts": 0, "moe_layer_end_index": 3}),
     ("ernie4_5_moe in turns", Family.ERNIE4_5_MOE, {"moe_layer_start_index": 2, "moe_layer_interval": 2}),
+    ("minimax_m2 as small", Family.MINIMAX_M2, {}),
+    ("minimax_m2 with whole heads turned", Family.MINIMAX_M2, {"rotary_dim": MISSING, "num_experts": 6}),
     ("gpt_oss as small", Family.GPT_OSS, {}),
     ("gpt_oss without biases", Family.GPT_OSS, {"attention_bias": False, "head_dim": MISSING}),
     ("gpt_oss with windows by list", Family.GPT_OSS, {"layer_types": _ALTERNATING, "sliding_window": 7}),
@@ -165,7 +168,7 @@ def any_config(family: Family) -> st.SearchStrategy[dict[str, Any]]:
     return drawn.map(lambda values: config(family, **_coupled(family, values)))
 
 
-_COUPLED = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"}
+_COUPLED = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rotary_dim"}
 _SWITCHES: dict[Family, tuple[str, ...]] = {
     Family.LLAMA: ("attention_bias", "mlp_bias"),
     Family.QWEN3: ("attention_bias",),

@@ -86,6 +86,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": _SIZES | {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     "ernie4_5_moe": _SIZES
     | {"moe_intermediate_size": 64, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2},
+    "minimax_m2": _SIZES
+    | {
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "qwen2": _SIZES,
     "llama": _SIZES,
     "qwen3": _SIZES | {"head_dim": 32, "tie_word_embeddings": True},

@@ -111,7 +111,7 @@ def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
         found["output.bias"] = attention.o_proj.bias
     if hasattr(attention, "q_norm"):
         norms = {"query_norm.weight": attention.q_norm.weight, "key_norm.weight": attention.k_norm.weight}
-        is_joint = values["model_type"] == "olmoe"
+        is_joint = values["model_type"] in {"olmoe", "minimax_m2"}
         found |= {name: norm.unflatten(0, (-1, dim)) if is_joint else norm for name, norm in norms.items()}
     return found | ({"sinks": attention.sinks} if hasattr(attention, "sinks") else {})
 
@@ -158,6 +158,8 @@ def routed(mlp: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     }
     if hasattr(mlp.gate, "e_score_correction_bias"):
         found["router.selection_bias"] = mlp.gate.e_score_correction_bias
+    if hasattr(mlp, "e_score_correction_bias"):
+        found["router.selection_bias"] = mlp.e_score_correction_bias
     if hasattr(mlp.gate, "moe_statics"):
         found["router.selection_bias"] = mlp.gate.moe_statics.e_score_correction_bias[0]
     if hasattr(mlp, "shared_experts"):

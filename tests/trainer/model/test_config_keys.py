@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from model_configs import config as small_config
 from moejob_api.models.families import shape_of
 from moejob_api.models.families.keys import KEYS, PositiveKey, RestrictedKey
+from moejob_api.models.families.refused import ABSENT_MODELS, UNLIKE_MODELS
 from moejob_api.models.shape import Family
 from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec
@@ -73,3 +74,8 @@ def test_what_the_config_class_says_by_default_is_not_refused(family: Family) ->
 def test_a_key_with_limits_is_refused_beyond_them(family: Family, key: str) -> None:
     with pytest.raises(InvalidSpec, match=f"{key} is -0.5; expected"):
         shape_of(small_config(family, **{key: -0.5}))
+
+
+def test_transformers_has_the_refused_models_but_those_that_it_is_said_to_lack() -> None:
+    assert {*UNLIKE_MODELS} - {*CONFIG_MAPPING} == set()
+    assert {*ABSENT_MODELS} & {*CONFIG_MAPPING} == set()

@@ -34,7 +34,7 @@ def built(values: dict[str, Any]) -> PreTrainedModel:
 def divided(model: PreTrainedModel) -> ParameterCounts:
     """Parameters by how Megatron divides them, known by their names."""
     found = Counter[str]()
-    is_joint = model.config.model_type == "olmoe"
+    is_joint = model.config.model_type in {"olmoe", "minimax_m2"}
     for name, parameter in model.named_parameters():
         # The bias that moves the choice of ERNIE's experts is a parameter there, without a gradient.
         if parameter.requires_grad:

@@ -62,6 +62,7 @@ FIRST_WRONG = [(mutant, name, layer) for mutant, layers in MUTANTS.items() for n
 
 _SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 _YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_KIMI_YARN: dict[str, Any] = {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # What a published config may say beside the usual.
 CONFIGS: list[tuple[Family, dict[str, Any]]] = [
@@ -98,6 +99,9 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
     (Family.GLM4_MOE_LITE, {"rope_scaling": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
     (Family.OLMOE, {"norm_topk_prob": False}),
     (Family.ERNIE4_5_MOE, {"moe_layer_interval": 2, "moe_num_shared_experts": 0}),
+    # Kimi-K2's keys, under which all elements of a head are interpolated alike.
+    (Family.DEEPSEEK_V3, {"n_group": 1, "topk_group": 1, "rope_scaling": _KIMI_YARN}),
+    (Family.MINIMAX_M2, {"rotary_dim": 4}),
     (Family.GPT_OSS, {"attention_bias": False}),
     (Family.GPT_OSS, {"layer_types": ["full_attention"] * 4}),
 ]

@@ -93,6 +93,7 @@ MODELS: dict[Family, dict[str, Any]] = {
     | {"num_key_value_heads": 8},
     Family.OLMOE: _GROUPED | {"norm_topk_prob": True},
     Family.ERNIE4_5_MOE: _GROUPED | {"tie_word_embeddings": True, "moe_layer_start_index": 2},
+    Family.MINIMAX_M2: _GROUPED,
     Family.GPT_OSS: _GROUPED | {"sliding_window": 6},
     Family.LLAMA: _GROUPED,
     Family.QWEN2: _GROUPED | {"tie_word_embeddings": True},
@@ -355,6 +356,8 @@ def _read_model(cell: Cell, folder: Path) -> Architecture:
     model = trained_architecture(read_architecture(config), cell.spec())
     if cell.mutant == "halves turned":
         model = replace(model, rotary=replace(model.rotary, interleaved=not model.rotary.interleaved))
+    if cell.mutant == "whole heads turned":
+        model = replace(model, rotary=replace(model.rotary, dim=10))
     if cell.mutant == "weights not divided by their sum" and model.routing is not None:
         model = replace(model, routing=replace(model.routing, renormalized=False))
     return model

@@ -75,7 +75,7 @@ TRAINED: dict[str, dict[str, Any]] = ALIKE | {
 }
 
 
-NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE)
+NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2)
 
 
 def _cell(family: Family, parallelism: Mapping[str, Any], sections: Mapping[str, Any] | None = None) -> Cell:

@@ -86,7 +86,7 @@ IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
 
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
-NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE)
+NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2)
 ALWAYS = [
     *product(NEWER, DIVIDED),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
@@ -300,6 +300,9 @@ MUTANTS_OF_FAMILIES = [
     (Family.ERNIE4_5_MOE, "shared experts skipped"),
     (Family.ERNIE4_5_MOE, "weights not divided by their sum"),
     (Family.OLMOE, "heads normed apart"),
+    (Family.MINIMAX_M2, "choice without its bias"),
+    (Family.MINIMAX_M2, "whole heads turned"),
+    (Family.MINIMAX_M2, "heads normed apart"),
 ]
 
 

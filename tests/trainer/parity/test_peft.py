@@ -42,6 +42,7 @@ CASES = {
     "glm4_moe, all": (Family.GLM4_MOE, ALL),
     "olmoe, all": (Family.OLMOE, (*ATTENTION, *EXPERTS)),
     "ernie4_5_moe, all": (Family.ERNIE4_5_MOE, ALL),
+    "minimax_m2, all": (Family.MINIMAX_M2, (*ATTENTION, *EXPERTS)),
     "gpt_oss, attention": (Family.GPT_OSS, ATTENTION),
     "llama, all": (Family.LLAMA, (*ATTENTION, *DENSE)),
 }

@@ -26,6 +26,7 @@ class Family(StrEnum):
     GLM4_MOE_LITE = "glm4_moe_lite"
     OLMOE = "olmoe"
     ERNIE4_5_MOE = "ernie4_5_moe"
+    MINIMAX_M2 = "minimax_m2"
     GPT_OSS = "gpt_oss"
 
 

@@ -24,6 +24,7 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
     Family.OLMOE: "no layers of Megatron here norm queries and keys over all heads, as OLMoE does",
+    Family.MINIMAX_M2: "no layers of Megatron here norm queries and keys over all heads, as MiniMax-M2 does",
     Family.ERNIE4_5_MOE: "Megatron's router moves sigmoid scores alone by a bias, and ERNIE-4.5 has softmax scores",
     Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
@@ -48,6 +49,7 @@ CONVERTED_FAMILIES = frozenset(
 UNCONVERTED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "the trainer has no layers of Qwen3-Next",
     Family.OLMOE: "Megatron-Bridge's names of OLMoE were not compared with Transformers",
+    Family.MINIMAX_M2: "Megatron-Bridge's names of MiniMax-M2 were not compared with Transformers",
     Family.ERNIE4_5_MOE: "Megatron-Bridge configures ERNIE-4.5 with sigmoid scores, and its model has softmax",
 }
 # Attention heads that vLLM's kernel for CPUs is compiled for.

@@ -29,6 +29,7 @@ PARAMETERS: dict[str, tuple[int, int | None]] = {
     "Qwen/Qwen3-8B": (8_190_735_360, 0),
     # A module for further tokens, which the config does not mention; Qwen3-Coder-Next, without it, has exactly 0 more.
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, 1_650_471_424),
+    "MiniMaxAI/MiniMax-M2": (228_689_748_992, None),
     "allenai/OLMoE-1B-7B-0924": (6_919_161_856, 0),
     # As Transformers counts it without the bias to choose experts by; MTP comes on top.
     "baidu/ERNIE-4.5-21B-A3B-PT": (21_825_436_160, None),
@@ -118,6 +119,7 @@ def test_what_qwen3_next_publishes_beyond_its_config_is_one_module_for_further_t
         pytest.param("moonshotai/Moonlight-16B-A3B", 2.9, id="Moonlight A3B"),
         pytest.param("zai-org/GLM-4.7-Flash", 3.9, id="GLM-4.7-Flash"),
         pytest.param("allenai/OLMoE-1B-7B-0924", 1.3, id="OLMoE 1B"),
+        pytest.param("MiniMaxAI/MiniMax-M2", 11.0, id="MiniMax-M2 A10B"),
         pytest.param("baidu/ERNIE-4.5-21B-A3B-PT", 3.4, id="ERNIE A3B"),
     ],
 )

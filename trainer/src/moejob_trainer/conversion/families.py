@@ -102,6 +102,7 @@ _DEEPSEEK_EXPERTS = (
 )
 # A matrix of one row.
 _ERNIE_BIAS = TensorRule("moe.router.selection_bias", "e", "mlp.moe_statics.e_score_correction_bias", "() e")
+_MINIMAX_BIAS = TensorRule("moe.router.selection_bias", "e", "block_sparse_moe.e_score_correction_bias", "e")
 # All experts in one tensor, with inputs first, and gate and up in turns.
 _GPT_OSS = (
     TensorRule("moe.router.weight", "e h", "mlp.router.weight", "e h"),
@@ -126,6 +127,7 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.GLM4_MOE_LITE: (*_DEEPSEEK, *_MTP),
     Family.OLMOE: (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_JOINT_NORMS, *_EXPERTS),
     Family.ERNIE4_5_MOE: (*_DENSE, *_EXPERTS, *_SHARED_EXPERTS, _ERNIE_BIAS),
+    Family.MINIMAX_M2: (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_JOINT_NORMS, *_MIXTRAL, _MINIMAX_BIAS),
     Family.GPT_OSS: (*_DENSE, *_GPT_OSS),
 }
 

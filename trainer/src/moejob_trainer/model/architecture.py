@@ -137,14 +137,22 @@ def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
     return scale * yarn_mscale(parameters["factor"], mscale) ** 2 if mscale else scale
 
 
+# Families that divide scores by their sum, whatever a config says, and their scores.
+_RENORMALIZED: Mapping[Family, Scoring] = {
+    Family.MIXTRAL: Scoring.SOFTMAX,
+    Family.ERNIE4_5_MOE: Scoring.SOFTMAX,
+    Family.MINIMAX_M2: Scoring.SIGMOID,
+}
+
+
 def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None:
     experts = shape.experts
     if experts is None:
         return None
     plain = Routing(experts.count, experts.per_token)
     match shape.family:
-        case Family.MIXTRAL | Family.ERNIE4_5_MOE:
-            return replace(plain, renormalized=True)
+        case Family.MIXTRAL | Family.ERNIE4_5_MOE | Family.MINIMAX_M2:
+            return replace(plain, scoring=_RENORMALIZED[shape.family], renormalized=True)
         case Family.QWEN2_MOE | Family.QWEN3_MOE | Family.OLMOE:
             return replace(plain, renormalized=config.norm_topk_prob)
         case Family.GPT_OSS:

@@ -16,12 +16,14 @@ from moejob_api.models.families.mixture_of_experts import (
     ernie4_5_moe_shape,
     glm4_moe_shape,
     gpt_oss_shape,
+    minimax_m2_shape,
     mixtral_shape,
     olmoe_shape,
     qwen2_moe_shape,
     qwen3_moe_shape,
     qwen3_next_shape,
 )
+from moejob_api.models.families.refused import REFUSED_MODELS
 from moejob_api.models.families.rotary import refuse_unknown_rotary
 from moejob_api.models.reader import ConfigReader, model_error, shown_value
 from moejob_api.models.shape import Family, ModelShape
@@ -42,18 +44,8 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.GLM4_MOE_LITE: glm4_moe_lite_shape,
     Family.OLMOE: olmoe_shape,
     Family.ERNIE4_5_MOE: ernie4_5_moe_shape,
+    Family.MINIMAX_M2: minimax_m2_shape,
     Family.GPT_OSS: gpt_oss_shape,
-}
-
-# Models that people ask for, and what they need that is not there.
-_KNOWN_BY_NAME: Mapping[str, str] = {
-    "kimi_k2": "Kimi-K2 (model_type kimi_k2) needs a tokenizer of its own code and is not in Transformers",
-    "deepseek": "DeepSeek-MoE v1 (model_type deepseek) is not in Transformers, which every run is compared with",
-    "bailing_moe": "Ling and Ring (model_type bailing_moe) are not in Transformers, which every run is compared with",
-    "bailing_moe_v2": "Ling 2 (model_type bailing_moe_v2) is not in Transformers, which every run is compared with",
-    "minimax_m2": "MiniMax-M2 (model_type minimax_m2) turns rotary_dim elements of each head, and Transformers all",
-    "llama4": "Llama 4 (model_type llama4) reads more than text, and only text is trained",
-    "llama4_text": "Llama 4 (model_type llama4_text) needs attention in chunks and layers without positions",
 }
 
 
@@ -62,8 +54,8 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     if not isinstance(config, Mapping):
         raise model_error(Rule.MODEL_CONFIG, f"{origin} holds {shown_value(config)}; expected a JSON object")
     name = config.get("model_type")
-    if isinstance(name, str) and name in _KNOWN_BY_NAME:
-        raise _unsupported_error(f"{origin}: {_KNOWN_BY_NAME[name]}")
+    if isinstance(name, str) and name in REFUSED_MODELS:
+        raise _unsupported_error(f"{origin}: {REFUSED_MODELS[name]}")
     if config.get("text_config") is not None or config.get("vision_config") is not None:
         raise _unsupported_error(
             f"{origin}: model_type {shown_value(name)} reads more than text, and only text is trained"

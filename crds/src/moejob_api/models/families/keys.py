@@ -243,6 +243,12 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "moe_norm_min": RestrictedKey((1e-12, None), f"the trainer has no other smallest sum; {_COPY}"),
         "use_bias": RestrictedKey((False, None), f"the trainer has no such biases in this family; {_COPY}"),
     },
+    Family.MINIMAX_M2: _GROUPED
+    | _MIXTRAL_EXPERTS
+    | {
+        "rotary_dim": USED,
+        "router_jitter_noise": RestrictedKey((0, None), f"the trainer gives routers no noise; {_COPY}"),
+    },
     Family.GPT_OSS: _GROUPED
     | _MIXTRAL_EXPERTS
     | {

@@ -1,5 +1,5 @@
-"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, GLM-4.5, OLMoE, ERNIE-4.5
-and gpt-oss.
+"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, GLM-4.5, OLMoE, ERNIE-4.5,
+MiniMax-M2 and gpt-oss.
 """
 
 from __future__ import annotations
@@ -115,6 +115,16 @@ def _expert_layers_in_range(config: ConfigReader) -> list[bool]:
     first = config.read_size("moe_layer_start_index", absent=1, smallest=0)
     last = config.read_size("moe_layer_end_index", absent=-1, smallest=-1)
     return [first <= index <= (count if last == -1 else last) and (index + 1) % interval == 0 for index in range(count)]
+
+
+def minimax_m2_shape(config: ConfigReader) -> ModelShape:
+    """MiniMax-M2: norms over all heads as in OLMoE, experts in every layer, chosen by sigmoid scores and a bias."""
+    # Transformers' default of this family, whatever hidden_size / num_attention_heads is.
+    attention = replace(grouped_attention(config, head_dim=128), joint_norm=True)
+    experts = _read_experts(config, "num_experts", "num_local_experts", intermediate="intermediate_size")
+    count = layer_count(config)
+    mlps = mixed_mlps(config, replace(experts, selection_bias=True), [True] * count)
+    return build_shape(config, Family.MINIMAX_M2, stack_layers([attention] * count, mlps))
 
 
 def gpt_oss_shape(config: ConfigReader) -> ModelShape:

@@ -21,7 +21,7 @@ _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # Transformers turns a part of each head in these families only.
-_PARTIAL: Mapping[Family, float] = {Family.GLM4_MOE: 0.5, Family.QWEN3_NEXT: 0.25}
+_PARTIAL: Mapping[Family, float] = {Family.GLM4_MOE: 0.5, Family.QWEN3_NEXT: 0.25, Family.MINIMAX_M2: 1.0}
 
 
 def refuse_unknown_rotary(config: ConfigReader, shape: ModelShape) -> None:
@@ -66,12 +66,19 @@ def _rotary_settings(config: ConfigReader) -> Mapping[str, object]:
 
 def _turned_part(config: ConfigReader, family: Family, settings: Mapping[str, object]) -> float:
     absent = _PARTIAL.get(family, 1.0)
+    if family is Family.MINIMAX_M2 and "rotary_dim" in config.values:
+        absent = config.read_size("rotary_dim") / config.read_size("head_dim", absent=128)
     part = settings.get("partial_rotary_factor", config.values.get("partial_rotary_factor", absent))
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
         config.refuse_model(f"partial_rotary_factor is {shown_value(part)}; expected a number above 0, 1 at most")
     if family not in _PARTIAL and part != 1:
         config.refuse_model(
             f"partial_rotary_factor is {shown_value(part)}; Transformers turns whole heads in {family}: remove it"
+        )
+    if family is Family.MINIMAX_M2 and part != absent:
+        config.refuse_model(
+            f"partial_rotary_factor is {shown_value(part)}, and rotary_dim, which engines read, says {absent}: make "
+            "both say the same"
         )
     return float(part)
 
