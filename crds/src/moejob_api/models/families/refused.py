@@ -19,7 +19,7 @@ ABSENT_MODELS: Mapping[str, str] = {
 # Transformers computes in these what no layer here does.
 UNLIKE_MODELS: Mapping[str, str] = {
     "afmoe": "Trinity (model_type afmoe) gates what attention gives, and has norms behind attention and experts",
-    "cohere2_moe": "Cohere 2 with experts (model_type cohere2_moe) has norms that subtract the mean, and scales its logits",
+    "cohere2_moe": "Cohere 2 with experts (model_type cohere2_moe) has norms that subtract the mean, and scaled logits",
     "deepseek_v32": "DeepSeek-V3.2 (model_type deepseek_v32) attends to tokens that an indexer chooses",
     "deepseek_v4": "DeepSeek-V4 (model_type deepseek_v4) attends to tokens that an indexer chooses",
     "dots1": "dots.llm1 (model_type dots1) was not measured: DeepSeek-V3's experts behind Qwen3's attention",
