@@ -227,7 +227,7 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "norm_topk_prob": SwitchKey(),
         "attention_bias": RestrictedKey((False, None), f"engines have no such bias; {_COPY}"),
         "clip_qkv": USED,
-        "sliding_window": RestrictedKey((None,), f"only some of Transformers' attentions would obey it; {_COPY}"),
+        "sliding_window": USED,
     },
     Family.ERNIE4_5_MOE: _GROUPED
     | _ROUTED

@@ -85,6 +85,7 @@ def olmoe_shape(config: ConfigReader) -> ModelShape:
     heads = config.read_size("num_attention_heads")
     head_dim = config.read_size("hidden_size") // heads
     config.require_value("head_dim", head_dim, "hidden_size / num_attention_heads says it; remove head_dim")
+    config.require_value("sliding_window", None, "only some of Transformers' attentions would obey it")
     config.require_value("clip_qkv", None, "the trainer and engines clip no queries, keys and values")
     plain = grouped_attention(config, head_dim=head_dim, key_value_heads=heads)
     experts = _read_experts(config, "num_local_experts", "num_experts", intermediate="intermediate_size")
