@@ -40,7 +40,7 @@ CELLS = [
     (Family.QWEN2, "DP2"),
     (Family.OLMOE, "TP2"),
     (Family.MINIMAX_M2, "EP2"),
-    (Family.ERNIE4_5_MOE, "TP2.PP2.EP2"),
+    (Family.ERNIE4_5_MOE, "PP2"),
     *((Family.QWEN3_MOE, layout) for layout in SHARED),
     *((Family.QWEN3_MOE, MEGATRON + layout) for layout in (SINGLE, "TP2", "PP2.VPP2", "CP2", "DP2", "TP2.PP2.EP2")),
     (Family.QWEN2, MEGATRON + "DP2"),
