@@ -80,6 +80,15 @@ def test_each_package_is_a_wheel_of_this_version_with_what_it_needs_from_the_tre
         assert part in ZipFile(wheels / f"{name}-{version}-py3-none-any.whl").namelist()
 
 
+def test_each_wheel_asks_for_its_siblings_at_its_own_version(wheels: Path) -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    for wheel in wheels.glob("*.whl"):
+        [name] = [name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+        needed = re.findall(r"^Requires-Dist: (moejob\S*)$", ZipFile(wheel).read(name).decode(), re.MULTILINE)
+        assert [need for need in needed if not need.endswith(f"=={version}")] == []
+        assert bool(needed) is not wheel.name.startswith("moejob_api-")
+
+
 def test_no_wheel_holds_tests_or_files_of_this_machine(wheels: Path) -> None:
     for wheel in wheels.glob("*.whl"):
         names = ZipFile(wheel).namelist()

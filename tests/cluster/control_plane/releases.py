@@ -44,9 +44,9 @@ class Release:
         waits = ("--wait", f"--timeout={SECONDS}s") if verb in ("install", "upgrade", "rollback", "uninstall") else ()
         return self.plane.helm.run(verb, RELEASE, *at, *waits, *arguments, values=values)
 
-    def install(self, values: Values | None = None, *flags: str) -> None:
-        """Helm install."""
-        self.helm("install", CHART, *flags, values={**SERVES_ITS_OWN, **(values or {})})
+    def install(self, values: Values | None = None, *flags: str, chart: Path = CHART) -> None:
+        """Helm install, of the folder in the tree or of a packed chart."""
+        self.helm("install", chart, *flags, values={**SERVES_ITS_OWN, **(values or {})})
 
     def upgrade(self, chart: Path, values: Values | None = None, *flags: str) -> None:
         """Helm upgrade."""
@@ -92,6 +92,13 @@ def release(plane: ControlPlane, folder: Path) -> Iterator[Release]:
     finally:
         made.remove()
         plane.kubectl("delete", "namespace", "--wait=false", made.namespace)
+
+
+def pack_chart(plane: ControlPlane, folder: Path) -> Path:
+    """Pack the chart as a release does; what is installed from the archive has nothing of the tree beside it."""
+    plane.helm.run("package", CHART, f"--destination={folder}")
+    [archive] = folder.glob("moejob-*.tgz")
+    return archive
 
 
 def changed_chart(folder: Path, version: str, *, new_field: str) -> Path:

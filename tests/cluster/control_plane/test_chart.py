@@ -13,7 +13,7 @@ import pytest
 from charts import CHART, HelmError, Values
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.jobs import body, path
-from cluster.control_plane.operators import Home, Operator
+from cluster.control_plane.operators import SERVES_ITS_OWN, Home, Operator
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.control_plane.releases import (
@@ -24,6 +24,7 @@ from cluster.control_plane.releases import (
     Release,
     changed_chart,
     fields_of,
+    pack_chart,
     release,
     said_by_helm_test,
 )
@@ -123,6 +124,21 @@ def test_jobs_are_served_with_the_rights_that_were_installed(installed: Release)
         create_job(installed.plane, installed.namespace)
         until(lambda: len(trainers(installed.plane, installed.namespace)) == 2, waiting_for=home.tails)
         assert base64.b64decode(bundle(installed.plane)) == base64.b64decode(certificate(installed)["ca.crt"])
+
+
+def test_a_packed_chart_installs_what_the_tree_does_and_serves_jobs(plane: ControlPlane, tmp_path: Path) -> None:
+    with release(plane, tmp_path) as packed:
+        packed.install(chart=pack_chart(plane, tmp_path))
+        assert packed.get("apps/v1:deployments/moejob-operator")["status"]["readyReplicas"] == 2
+        home = packed.home
+        of_the_tree = plane.helm.render(SERVES_ITS_OWN, packed.namespace).objects
+        for kind in ("Deployment", "ClusterRole", "CustomResourceDefinition"):
+            of_kind = [found for found in of_the_tree if found["kind"] == kind]
+            assert of_kind
+            assert home.chart.find_all(kind) == of_kind
+        with running(home):
+            create_job(plane, packed.namespace)
+            until(lambda: len(trainers(plane, packed.namespace)) == 2, waiting_for=home.tails)
 
 
 def test_an_operator_that_would_serve_the_same_jobs_is_refused(installed: Release, tmp_path: Path) -> None:
