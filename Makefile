@@ -262,12 +262,8 @@ bench-gpu: $(trainer_gpu_built) #: Measure training on this machine's GPUs
 bench-grpo: $(trainer_built) $(operator_built) $(rollout_built) #: Measure GRPO on this CPU with vLLM
 	@PYTHONPATH=tests $(trainer)/python -W ignore -m benchmarks.rollout.cpu
 
-# Removes the run folder, for a run would resume from it.
 demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask it something
-	@rm -rf runs/demo
-	@$(operator)/moejob run examples/tiny-sft.yaml --run-dir runs/demo
-	@echo
-	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
+	@$(operator)/moejob demo
 
 # The second run starts from the export of the first.
 demo-grpo: $(operator_built) $(trainer_built) $(rollout_built) #: Teach a small model sums by their reward, with a vLLM engine

@@ -84,4 +84,4 @@ def test_where_there_is_none_a_sentence_says_how_to_get_one(tmp_path: Path) -> N
     assert (searched.returncode, searched.stdout) == (1, "")
     assert "there is no Python 3.6 or 3.5 here" in searched.stderr
     assert "pyenv install 3.6" in searched.stderr
-    assert "make PYTHON=/path/to/python3.6" in searched.stderr
+    assert "name one: PYTHON=/path/to/python3.6" in searched.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shutil
 import subprocess
@@ -74,6 +75,7 @@ def test_each_package_is_a_wheel_of_this_version_with_what_it_needs_from_the_tre
     assert {file.name for file in wheels.glob("*.whl")} == {f"{name}-{version}-py3-none-any.whl" for name in PACKAGES}
     for name, part in (
         ("moejob", "moejob_cli/board/assets/page.js"),
+        ("moejob", "moejob_cli/running/trainer_files/requirements/trainer.txt"),
         ("moejob_api", "moejob_api/models/catalog/moejob--tiny-moe.json"),
         ("moejob_api", "moejob_api/py.typed"),
     ):
@@ -125,45 +127,41 @@ def test_every_verb_is_there_and_says_what_it_lacks(installed: Installed, progra
     assert "Traceback" not in answer.stderr
 
 
-@pytest.fixture(scope="module")
-def trainer(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with the wheels of the trainer, and what `.venv/trainer` has installed from an index."""
+@pytest.fixture
+def first_use(tmp_path: Path) -> dict[str, str]:
+    """A cache without a trainer, with the packages that this checkout has downloaded: no network is needed."""
     python = ROOT / ".venv" / "trainer" / "bin" / "python"
     if not python.exists():
         pytest.skip("there is no .venv/trainer; run `make setup`")
-    venv = tmp_path_factory.mktemp("trainer") / "venv"
-    run_uv("venv", "--python", python, venv)
-    files = [str(next(wheels.glob(f"{name}-*.whl"))) for name in ("moejob_api", "moejob_trainer")]
-    run_uv("pip", "install", "--python", venv, "--no-deps", "--no-index", *files)
-    [site] = (python.parents[1] / "lib").glob("python*/site-packages")
-    [own_site] = (venv / "lib").glob("python*/site-packages")
-    # A line of a .pth is a folder of the path: the .pth files in that folder, which lead to the tree, are not read.
-    (own_site / "closure.pth").write_text(f"{site}\n")
-    return venv / "bin" / "python"
+    own_cache = Path(os.environ.get("MOEJOB_CACHE") or Path.home() / ".cache" / "moejob")
+    for folder in [own_cache / "packages", *own_cache.glob("uv-*")]:
+        (tmp_path / folder.name).symlink_to(folder)
+    return {
+        "MOEJOB_CACHE": str(tmp_path), "PYTHON": str(python), "UV_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_job_is_trained_by_wheels_alone(installed: Installed, trainer: Path) -> None:
-    refused = installed.run("moejob", "run", "tiny-sft.yaml")
+def test_the_demo_installs_the_trainer_once_and_every_command_trains_with_it(
+    installed: Installed, first_use: dict[str, str]
+) -> None:
+    refused = installed.run("moejob", "run", "tiny-sft.yaml", **first_use)
     assert refused.returncode != 0
-    assert "set MOEJOB_TRAINER_PYTHON to the Python" in refused.stderr
+    assert "there is no trainer here: `moejob demo` installs it" in refused.stderr
+    answer = installed.run("moejob", "demo", "--wheels", str(installed.wheels), **first_use)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "installing the trainer with " in answer.stderr
+    assert answer.stdout.endswith("\ncount from 2 to 5\n2 3 4 5\n")
+    [trainer] = Path(first_use["MOEJOB_CACHE"]).glob("trainers/*/venv/bin/python")
     script = "import moejob_trainer, moejob_api; print(moejob_trainer.__file__, moejob_api.__file__)"
     found = subprocess.run([trainer, "-c", script], capture_output=True, text=True, check=True, env={}, timeout=SECONDS)
     assert str(ROOT) not in found.stdout
-    small = (
-        "--set",
-        "training.maxSteps=2",
-        "--set",
-        "checkpoint.everySteps=",
-        "--set",
-        "training.scheduler.warmupSteps=0",
-    )
-    answer = installed.run(
-        "moejob", "run", "tiny-sft.yaml", *small,
-        MOEJOB_TRAINER_PYTHON=str(trainer), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
-    )  # fmt: skip
+    small = ("training.maxSteps=2", "checkpoint.everySteps=", "training.scheduler.warmupSteps=0")
+    settings = [word for setting in small for word in ("--set", setting)]
+    answer = installed.run("moejob", "run", "tiny-sft.yaml", *settings, **first_use)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    [run] = (installed.folder / "runs").iterdir()
+    run = installed.folder / "runs" / "tiny-sft"
     assert len((run / "steps.jsonl").read_text().splitlines()) == 2
     assert "<html" in read_board(installed)
     assert installed.run("moejob", "report", str(run), "--html", "page.html").returncode == 0

@@ -263,15 +263,20 @@ def run(
     settings: SetOption = None,
 ) -> None:
     """Train on this machine, each node simulated, as the job would in a cluster. Ctrl-C saves; run again to go on."""
+    raise typer.Exit(_train_here(file, run_dir, settings or ()))
+
+
+def _train_here(file: str, run_dir: Path | None, settings: "Sequence[str]") -> int:
+    """Train a job of this machine to its end; the exit code."""
     from moejob_cli.inputs import plan_file
 
-    answer = plan_file(file, settings or ())
+    answer = plan_file(file, settings)
     layout = answer.plan.layout
     if not answer.plan.is_accepted or layout is None:
         from moejob_cli.report import plan_report
 
         print_report(plan_report(answer, all_ranks=False))
-        raise typer.Exit(CommandExit.REFUSED)
+        return CommandExit.REFUSED
     from moejob_cli.running import command, display
 
     result, lines, folder = command.run_job(answer, layout, run_dir, display.choose_display())
@@ -279,7 +284,34 @@ def run(
         print_report(display.closing_lines(lines, folder, answer.job.spec.grpo))
     if result.exit_code:
         typer.echo(result.message if result.is_as_asked else f"error: {result.message}", err=True)
-    raise typer.Exit(result.exit_code)
+    return result.exit_code
+
+
+@app.command("demo", short_help="Train a tiny model here, then ask it something.")
+def run_demo(
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Folder of the run; an earlier demo in it is removed.")
+    ] = Path("runs/demo"),
+    wheels: Annotated[
+        Path | None,
+        typer.Option("--wheels", help="Install the trainer from the wheels in this folder, not from the index."),
+    ] = None,
+) -> None:
+    """Train the tiny example on two CPU ranks, then ask its model. The first time this installs the trainer (5 GB)."""
+    from moejob_api.contract.pods import ExitCode
+    from moejob_cli.running import demo
+    from moejob_cli.running.machine import CannotRun
+
+    try:
+        python = demo.prepare_trainer(wheels)
+        demo.clear_run_folder(run_dir)
+        exit_code = _train_here(str(demo.JOB), run_dir, ())
+        if exit_code:
+            raise typer.Exit(exit_code)
+        typer.echo("\n" + demo.ask_model(python, run_dir), nl=False)
+    except CannotRun as refused:
+        typer.echo(f"error: {refused}", err=True)
+        raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None
 
 
 @app.command("why", short_help="Say why a job does not train.")

@@ -256,12 +256,13 @@ def test_the_gpus_that_cuda_leaves(limited: str | None, seen: tuple[str, ...]) -
 
 
 def test_without_a_variable_the_trainer_of_the_checkout_is_used(tmp_path: Path) -> None:
+    environ = {"MOEJOB_CACHE": str(tmp_path)}
     with pytest.raises(CannotRun, match="make setup"):
-        trainer_python({}, tmp_path)
+        trainer_python(environ, tmp_path)
     python = tmp_path / ".venv/trainer/bin/python"
     python.parent.mkdir(parents=True)
     python.touch(0o755)
-    assert trainer_python({}, tmp_path) == python
+    assert trainer_python(environ, tmp_path) == python
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from moejob_api.layout.sizes import Layout
 from moejob_api.planner.memory import VolumeNeed
 from moejob_api.quantities import readable_bytes
 from moejob_cli.local_files import claim_sources, unreadable_sources
+from moejob_cli.running.trainer_environment import cached_environment
 
-# Python that the trainer is installed in, for `moejob run`, `data` and `export`; else .venv/trainer of the checkout.
+# Python that the trainer is installed in, for `moejob run`, `data` and `export`; else .venv/trainer of the checkout, or
+# what `moejob demo` has installed.
 TRAINER_PYTHON = "MOEJOB_TRAINER_PYTHON"
 # Addresses 127.0.0.1 and on.
 MOST_NODES = 254
@@ -62,7 +64,7 @@ def installed_trainer(environ: Mapping[str, str] = os.environ, checkout: Path = 
 
 
 def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
-    """Return the Python that the trainer is installed in: the configured one, else the project's own."""
+    """Return the Python that the trainer is installed in: the configured one, else the project's, else the cache's."""
     configured_python = environ.get(TRAINER_PYTHON)
     # The path is not resolved: Python finds its virtual environment by the link that started it.
     python = Path(configured_python) if configured_python else checkout / ".venv/trainer/bin/python"
@@ -73,10 +75,24 @@ def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
             f"{TRAINER_PYTHON} is {configured_python}, which is no program; set {TRAINER_PYTHON} to the Python of the "
             "trainer"
         )
+    environment = cached_environment(environ)
+    if environment.is_made:
+        return environment.python
     raise CannotRun(
-        f"there is no trainer here: run `make setup` in the checkout of moejob, or set {TRAINER_PYTHON} to the Python "
-        "of an environment with moejob-trainer"
+        "there is no trainer here: `moejob demo` installs it; in a checkout of moejob run `make setup`; or set "
+        f"{TRAINER_PYTHON} to the Python of an environment with moejob-trainer"
     )
+
+
+def is_trainer_missing(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> bool:
+    """Return whether no Python is configured for the trainer, and neither checkout nor cache has one."""
+    if environ.get(TRAINER_PYTHON):
+        return False
+    try:
+        trainer_python(environ, checkout)
+    except CannotRun:
+        return True
+    return False
 
 
 def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
