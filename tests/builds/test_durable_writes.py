@@ -98,6 +98,14 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{CLI}/running/folder.py", "open"): "run.lock is empty; `_write` syncs file and folders",
     (f"{CLI}/running/folder.py", "fdopen"): "`_write` syncs file and folders",
     (f"{CLI}/running/folder.py", "replace"): "`_write` syncs file and folders",
+    (
+        f"{CLI}/running/trainer_environment.py",
+        "open",
+    ): "a lock without content, and a log that nothing reads but people",
+    (
+        f"{CLI}/running/trainer_environment.py",
+        "touch",
+    ): "the user's cache: an environment without its stamp is made again",
     (f"{CLI}/choosing.py", "open"): "a job file that a user asks for, in no run folder",
     (f"{CLI}/__main__.py", "open"): "/dev/null",
 }
