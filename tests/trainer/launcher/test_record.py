@@ -13,7 +13,7 @@ from moejob_api.contract.pods import Environment
 from moejob_api.contract.record import RecordEvent, RunEventKind, attempt_folder_name, read_record_lines, record_line
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.record import MOST_ATTEMPTS, LauncherRecord, RecordFile, last_lines
-from moejob_trainer.launcher.redaction import REDACTED, Redaction
+from moejob_trainer.runtime.redaction import REDACTED, Redaction
 from trainer.launcher.launchers import Gang, await_result
 
 Make = Callable[..., Gang]
