@@ -25,6 +25,7 @@ from diagnosis_bodies import (
     workload,
 )
 from moejob_api.diagnosis.blockers import Blocker
+from moejob_api.learning_signals import SignalKind, signals_text
 from moejob_api.router_health import collapse_text
 
 # What follows the reasons of nodes in every sentence of the scheduler.
@@ -102,6 +103,17 @@ STORIES: tuple[Story, ...] = (
         Blocker.ROUTER_COLLAPSED,
         "the routers of layers 3-5 and 12 collapsed: for 5 steps in a row nearly all tokens chose the same experts, or "
         "half of the experts got no token",
+    ),
+    Story(
+        "a job trains on groups whose rewards are equal",
+        job(
+            "Running",
+            ("AllPodsRun", "every trainer pod runs"),
+            conditions=(condition("NothingLearned", "True", "EqualRewards", signals_text([SignalKind.FLAT])),),
+        ),
+        (pod(0, condition("Ready", "True", ""), node="gpu-1", phase="Running"),),
+        Blocker.NOTHING_LEARNED,
+        "little is learned: in 5 steps at least half of the groups have answers of one and the same reward",
     ),
     Story(
         "a job trains with routers that have recovered",

@@ -10,7 +10,14 @@ import pytest
 
 from builders import spec
 from moejob_api.job.grpo import Grpo
-from moejob_api.learning_signals import SignalKind, signal_words, weak_signals
+from moejob_api.learning_signals import (
+    SignalKind,
+    reported_signals,
+    signal_measures,
+    signal_words,
+    signals_text,
+    weak_signals,
+)
 
 GRPO: dict[str, Any] = {"groupSize": 8, "promptsPerStep": 4, "maxNewTokens": 16, "rewards": [{"name": "math"}]}
 
@@ -75,3 +82,21 @@ def test_a_step_shows_it_beside_its_reward() -> None:
     assert signal_words(steps([3], cut=0.94)[0]) == ["3 of 4 groups of equal reward", "94% cut off"]
     assert signal_words(steps([1], cut=0.1)[0]) == []
     assert signal_words(Step(None)) == []
+
+
+@pytest.mark.parametrize("kinds", [(), (SignalKind.FLAT,), (SignalKind.CUT,), tuple(SignalKind)])
+def test_a_report_has_the_signs(kinds: tuple[SignalKind, ...]) -> None:
+    assert reported_signals({"loss": 1.0, **signal_measures(kinds)}) == kinds
+
+
+def test_before_it_is_known_a_report_says_nothing_of_signs() -> None:
+    assert signal_measures(None) == {}
+    assert reported_signals({"loss": 1.0}) is None
+
+
+def test_a_sign_that_is_unknown_here_is_left_out() -> None:
+    assert reported_signals({"weakSignals": 1.0, "weakSignal/other": 1.0}) == ()
+
+
+def test_the_sentence_names_each_sign() -> None:
+    assert signals_text(tuple(SignalKind)).count("at least half") == 2

@@ -2,12 +2,13 @@
 
 An update is made of the differences between the rewards of a group. If all answers have the same reward, there is no
 difference; if most answers are cut off, the reward sees half an answer. Then the run makes its steps, and the model
-stays as it was. `moejob run` shows these signs, and rank 0 logs them. Knows neither files nor screens.
+stays as it was. `moejob run` shows these signs, rank 0 logs and reports them, and the operator makes them a condition.
+Knows neither files nor screens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isnan
@@ -24,6 +25,9 @@ WINDOW_STEPS = 5
 MOST_FLAT = 0.5
 # Most answers have no end. With an answer in two cut off the rest still shows the model what an end is worth.
 MOST_CUT = 0.5
+# Measures of a run's progress: the number of signs once it is known, and one measure for each of them.
+# Measures, not a field: an operator of another version refuses a report with a field that it does not know.
+_COUNT, _SIGN = "weakSignals", "weakSignal/"
 
 
 class StepRewards(Protocol):
@@ -68,6 +72,30 @@ def weak_signals(lines: Sequence[StepRewards], grpo: Grpo) -> list[LearningSigna
         return []
     signals = [_flat_signal(lines, recent, grpo), _cut_signal(recent, grpo)]
     return [signal for signal in signals if signal is not None]
+
+
+def signal_measures(kinds: Collection[SignalKind] | None) -> dict[str, float]:
+    """Return the measures that report signs; none before it is known whether there are any."""
+    if kinds is None:
+        return {}
+    return {_COUNT: float(len(kinds))} | {f"{_SIGN}{kind}": 1.0 for kind in SignalKind if kind in kinds}
+
+
+def reported_signals(measures: Mapping[str, float]) -> tuple[SignalKind, ...] | None:
+    """Return the signs of a report; None when it says nothing of them."""
+    if _COUNT not in measures:
+        return None
+    return tuple(kind for kind in SignalKind if f"{_SIGN}{kind}" in measures)
+
+
+def signals_text(kinds: Collection[SignalKind]) -> str:
+    """Return the sentence about signs. It has no number that changes while its meaning stays."""
+    words = {
+        SignalKind.FLAT: "at least half of the groups have answers of one and the same reward",
+        SignalKind.CUT: "at least half of the answers were cut off at grpo.maxNewTokens",
+    }
+    signs = " and ".join(text for kind, text in words.items() if kind in kinds)
+    return f"little is learned: in {WINDOW_STEPS} steps {signs}"
 
 
 def signal_words(line: StepRewards) -> list[str]:

@@ -86,6 +86,8 @@ class EventReason(StrEnum):
     UNKNOWN_POD_DELETED = "UnknownPodDeleted"
     ROUTER_COLLAPSED = "RouterCollapsed"
     ROUTER_RECOVERED = "RouterRecovered"
+    NOTHING_LEARNED = "NothingLearned"
+    LEARNING_AGAIN = "LearningAgain"
 
 
 @dataclass(frozen=True, slots=True)

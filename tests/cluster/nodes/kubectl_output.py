@@ -30,10 +30,10 @@ _MOVING_FIELDS = {
 _SAVED = re.compile(r"step \d+ is saved")
 # Whether a claim is bound before its job's pods are reconciled is a race without a right winner. So is which steps a
 # poll meets: the router of the tiny model collapses for some steps and recovers.
-_SOMETIMES = re.compile(r"\b(ClaimPending|RouterCollapsed|RouterRecovered)\b")
+_SOMETIMES = re.compile(r"\b(ClaimPending|RouterCollapsed|RouterRecovered|NothingLearned|LearningAgain)\b")
 _ROUTER = re.compile(
     r"    Last Transition Time:[^\n]*\n"
-    r"(?:    (?!Last Transition)[^\n]*\n)*?    Type: +RouterCollapsed\n"
+    r"(?:    (?!Last Transition)[^\n]*\n)*?    Type: +(?:RouterCollapsed|NothingLearned)\n"
 )
 
 

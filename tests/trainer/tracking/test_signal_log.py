@@ -7,7 +7,7 @@ import math
 import pytest
 
 from builders import spec
-from moejob_api.learning_signals import WINDOW_STEPS
+from moejob_api.learning_signals import WINDOW_STEPS, SignalKind, reported_signals
 from moejob_trainer.tracking.signal_log import SignalLog
 
 DATA = {"train": [{"source": "pvc://a/b.jsonl", "format": "Prompts"}]}
@@ -51,3 +51,14 @@ def test_nothing_is_said_without_rewards(
     for _ in range(2 * WINDOW_STEPS):
         signals.note_step(line)
     assert caplog.messages == []
+
+
+def test_a_sign_is_reported_until_it_was_absent_for_several_steps() -> None:
+    signals = SignalLog(GRPO)
+    sound = FLAT | {"groupsWithoutSignal": 1.0, "truncated": 0.1}
+    reports = [reported_signals(signals.note_step(line)) for line in [FLAT] * 5 + [sound] * 9]
+    assert reports[:4] == [None] * 4
+    assert reports[4] == (SignalKind.FLAT, SignalKind.CUT)
+    # Over five steps half of the groups are flat until the second sound step; four steps later that is not forgotten.
+    assert reports[10] == (SignalKind.FLAT, SignalKind.CUT)
+    assert reports[-1] == ()

@@ -110,6 +110,7 @@ class Blocker(StrEnum):
     REWARD_FAILED = "RewardFailed"
     ENGINE_NOT_READY = "EngineNotReady"
     ROUTER_COLLAPSED = "RouterCollapsed"
+    NOTHING_LEARNED = "NothingLearned"
     CONFIGURATION_REFUSED = "ConfigurationRefused"
     BACKOFF_EXHAUSTED = "BackoffExhausted"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -496,6 +497,12 @@ ADVICE: Mapping[Blocker, Advice] = MappingProxyType(
             "the run continues with the experts that are left, and may learn little",
             "look at the load of experts with `moejob board`; stop the job, and continue from an earlier checkpoint "
             "with moe.balancing on, a larger moe.auxLossCoefficient or a smaller training.optimizer.learningRate",
+        ),
+        Blocker.NOTHING_LEARNED: Advice(
+            _UNDERWAY,
+            "the run makes its steps, and the model stays as it is",
+            "read some answers with `moejob samples`; equal rewards: take prompts that the model gets right now and "
+            "then, or a reward that gives a part of the points; answers that are cut off: raise grpo.maxNewTokens",
         ),
         Blocker.CONFIGURATION_REFUSED: Advice(
             _CHANGE, _RESTARTED, "change what the message names, then create the job again"

@@ -45,6 +45,13 @@ _OF_REASONS: Mapping[str, Blocker] = MappingProxyType(
         Reason.CLAIM_LOST: Blocker.CLAIM_LOST,
     }
 )
+# Conditions of a job that trains, and may learn little.
+_TRAINING_BLOCKERS: Mapping[ConditionType, Blocker] = MappingProxyType(
+    {
+        ConditionType.ROUTER_COLLAPSED: Blocker.ROUTER_COLLAPSED,
+        ConditionType.NOTHING_LEARNED: Blocker.NOTHING_LEARNED,
+    }
+)
 
 
 def diagnose_job(evidence: Evidence, now: datetime) -> Diagnosis | None:
@@ -155,9 +162,10 @@ def _running_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
     yield from engine_findings(pods)
     if running is not None:
         yield from _condition_findings(running, evidence, has_pods=True)
-    collapsed = _written_condition(evidence.job.status, ConditionType.ROUTER_COLLAPSED)
-    if collapsed is not None and collapsed.status is ConditionStatus.TRUE:
-        yield Finding(Blocker.ROUTER_COLLAPSED, collapsed.message, _since_of(collapsed))
+    for kind, blocker in _TRAINING_BLOCKERS.items():
+        condition = _written_condition(evidence.job.status, kind)
+        if condition is not None and condition.status is ConditionStatus.TRUE:
+            yield Finding(blocker, condition.message, _since_of(condition))
 
 
 def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:

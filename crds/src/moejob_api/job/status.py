@@ -28,6 +28,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     RESTARTING = "Restarting"
     ROUTER_COLLAPSED = "RouterCollapsed"
+    NOTHING_LEARNED = "NothingLearned"
 
 
 class ConditionStatus(StrEnum):

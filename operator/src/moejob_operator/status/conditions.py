@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
+from moejob_api.learning_signals import SignalKind, reported_signals, signals_text
 from moejob_api.router_health import collapse_text, reported_layers
 from moejob_operator.children.attempt import claim_name
 from moejob_operator.planning.decision import Decision, Reason
@@ -15,6 +16,7 @@ from moejob_operator.planning.timestamps import format_time
 _MESSAGE_CHARACTERS = 8192
 # Written once they have been true, and from then on also when they no longer are.
 _LASTING = (ConditionType.MODEL_UNCHECKED, ConditionType.SUSPENDED, ConditionType.RESTARTING)
+_SIGNAL_REASONS = {SignalKind.FLAT: "EqualRewards", SignalKind.CUT: "AnswersCutOff"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def _draft_conditions(s: ObservedState, decision: Decision, progress: Progress |
         yield _DraftCondition(
             ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved"
         )
-    yield from _drafts_of_routers(s)
+    yield from _drafts_of_training(s)
     yield from _drafts_of_phase(decision, _resume_advice(s, progress))
 
 
@@ -84,18 +86,39 @@ def _draft_pods_created(s: ObservedState, decision: Decision) -> _DraftCondition
     return _DraftCondition(ConditionType.PODS_CREATED, False, decision.reason, decision.message)
 
 
-def _drafts_of_routers(s: ObservedState) -> Iterator[_DraftCondition]:
-    """Yield what the last report says of routers, from the first collapse on; without a report nothing changes."""
-    before, run = written_condition(s.status, ConditionType.ROUTER_COLLAPSED), s.run_progress
-    layers = None if run is None else reported_layers(run.measures)
+def _drafts_of_training(s: ObservedState) -> Iterator[_DraftCondition]:
+    """Yield what the last report says of routers and rewards, from the first trouble on."""
+    measures: Mapping[str, float] = {} if s.run_progress is None else s.run_progress.measures
+    reported = {ConditionType.ROUTER_COLLAPSED: _draft_routers(measures)}
+    reported[ConditionType.NOTHING_LEARNED] = _draft_signals(measures)
+    for kind, draft in reported.items():
+        before = written_condition(s.status, kind)
+        if draft is not None and (draft.is_true or before is not None):
+            yield draft
+        elif before is not None:
+            # Without a report nothing changes.
+            yield _DraftCondition(kind, before.status is ConditionStatus.TRUE, before.reason, before.message)
+
+
+def _draft_routers(measures: Mapping[str, float]) -> _DraftCondition | None:
+    layers = reported_layers(measures)
+    if layers is None:
+        return None
     if layers:
-        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, True, "ExpertsUnused", collapse_text(layers))
-    elif before is not None and layers is not None:
-        recovered = "tokens spread over the experts of every layer again"
-        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, False, "Recovered", recovered)
-    elif before is not None:
-        is_true = before.status is ConditionStatus.TRUE
-        yield _DraftCondition(ConditionType.ROUTER_COLLAPSED, is_true, before.reason, before.message)
+        return _DraftCondition(ConditionType.ROUTER_COLLAPSED, True, "ExpertsUnused", collapse_text(layers))
+    recovered = "tokens spread over the experts of every layer again"
+    return _DraftCondition(ConditionType.ROUTER_COLLAPSED, False, "Recovered", recovered)
+
+
+def _draft_signals(measures: Mapping[str, float]) -> _DraftCondition | None:
+    signals = reported_signals(measures)
+    if signals is None:
+        return None
+    if signals:
+        reason = _SIGNAL_REASONS[signals[0]]
+        return _DraftCondition(ConditionType.NOTHING_LEARNED, True, reason, signals_text(signals))
+    recovered = "most groups have answers of different rewards, or the reward has risen, and most answers have an end"
+    return _DraftCondition(ConditionType.NOTHING_LEARNED, False, "Recovered", recovered)
 
 
 def _resume_advice(s: ObservedState, progress: Progress | None) -> str:

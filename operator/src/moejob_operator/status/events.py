@@ -23,6 +23,12 @@ _USUAL = frozenset(
     }
 )
 
+# Of conditions about what a run learns: the events of their beginning and their end.
+_TROUBLES = {
+    ConditionType.ROUTER_COLLAPSED: (EventReason.ROUTER_COLLAPSED, EventReason.ROUTER_RECOVERED),
+    ConditionType.NOTHING_LEARNED: (EventReason.NOTHING_LEARNED, EventReason.LEARNING_AGAIN),
+}
+
 
 def transition_events(before: Status, after: Status) -> tuple[Event, ...]:
     """Events about the way from one status to the next."""
@@ -31,7 +37,7 @@ def transition_events(before: Status, after: Status) -> tuple[Event, ...]:
         *_restart_events(before, after),
         *_phase_events(before, after),
         *_wait_events(before, after),
-        *_router_events(before, after),
+        *_training_events(before, after),
     )
 
 
@@ -107,14 +113,14 @@ def _wait_events(before: Status, after: Status) -> Iterator[Event]:
     yield Event(severity, running.reason, running.message)
 
 
-def _router_events(before: Status, after: Status) -> Iterator[Event]:
-    """Yield an event when the first router collapses and when the last one recovers; the condition follows the rest."""
-    kind = ConditionType.ROUTER_COLLAPSED
-    was, is_now = is_condition_true(before, kind), is_condition_true(after, kind)
-    if is_now and not was:
-        yield Event(Severity.WARNING, EventReason.ROUTER_COLLAPSED, _condition_message(after, kind))
-    elif was and not is_now:
-        yield Event(Severity.NORMAL, EventReason.ROUTER_RECOVERED, _condition_message(after, kind))
+def _training_events(before: Status, after: Status) -> Iterator[Event]:
+    """Yield an event when a trouble of training begins and when it is over; the condition follows the rest."""
+    for kind, (began, ended) in _TROUBLES.items():
+        was, is_now = is_condition_true(before, kind), is_condition_true(after, kind)
+        if is_now and not was:
+            yield Event(Severity.WARNING, began, _condition_message(after, kind))
+        elif was and not is_now:
+            yield Event(Severity.NORMAL, ended, _condition_message(after, kind))
 
 
 def _condition_message(status: Status, kind: ConditionType) -> str:

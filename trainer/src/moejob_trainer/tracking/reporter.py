@@ -100,8 +100,8 @@ class Reporter:
     evaluate: Callable[[int], Mapping[str, float]]
     # Metrics of the last step beside those of its updates.
     measured: Callable[[], Mapping[str, float]] = dict
-    # Called with each line, on the first rank.
-    note: Callable[[Mapping[str, Any]], None] = lambda _line: None
+    # Called with each line, on the first rank; returns what the status of a job shows of it.
+    note: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda _line: {}
     # Called with a step and its updates before its line is written, so that a reported step has its record.
     record: Callable[[int, Sequence[UpdateResult]], None] = lambda *_: None
     hub_commits: tuple[HubCommit, ...] | None = None
@@ -147,13 +147,13 @@ class Reporter:
         }
         self.writer.write_step(step, line)
         if self.writer.is_first:
-            self.note(line)
+            noted = self.note(line)
             self._note_routers(step, results[-1])
             self._lasting |= {**start_fields, **evaluated}
             last_result = replace(results[-1], loss=means["loss"], metrics=metrics)
             progress = self._build_run_progress(step, last_result, speed, now - self._began_at)
             # What a status needs comes first: a report has room for some measures only.
-            measures = {**health_measures(self._routers.collapsed_layers), **self._lasting, **line}
+            measures = {**health_measures(self._routers.collapsed_layers), **noted, **self._lasting, **line}
             self._report_progress(progress.model_copy(update={"measures": _status_measures(measures)}))
         # The time of an evaluation belongs to no step.
         self._step_began_at = self.clock()
