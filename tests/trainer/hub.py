@@ -50,6 +50,8 @@ class Hub:
     url: str = ""
     repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    # Files that the hub refuses to send.
+    lost: set[str] = field(default_factory=set)
 
     def model(self, name: str) -> Repository:
         return self.repositories.setdefault(("models", name), Repository())
@@ -121,6 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self._say(404, {"X-Error-Code": "RevisionNotFound"}, b"")
         content = repository.commits[commit].get(path)
+        if path in self.server.hub.lost and self.command == "GET":
+            return self._say(403, {}, b"")
         if content is None:
             return self._say(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"")
         etag = _sha256(content) if _is_large(path) else _oid(content)

@@ -117,6 +117,27 @@ def test_a_file_that_is_missing_is_downloaded_again(hub: Hub, tmp_path: Path) ->
     assert (folder / "model.safetensors").read_bytes() == LARGE
 
 
+def test_files_that_were_cut_before_a_download_ended_are_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+    hub.lost = {"model.safetensors"}
+    assert "cannot be had from the Hugging Face hub" in fetched(hub, tmp_path)
+    hub.lost = set()
+    # What a loss of power leaves of a file that has its name already.
+    (blob,) = (tmp_path / "hub/models--team--tiny/snapshots").glob("*/marked.py")
+    blob.resolve().write_bytes(b"")
+    folder = Path(fetched(hub, tmp_path))
+    assert {path: (folder / path).read_bytes() for path in FILES} == FILES
+    assert not list(folder.parents[1].glob(".moejob-*"))
+
+
+def test_files_that_another_run_downloads_are_left_alone(hub: Hub, tmp_path: Path) -> None:
+    folder = Path(fetched(hub, tmp_path))
+    mark, blob = folder.parents[1] / ".moejob-downloading-other", (folder / "model.safetensors").resolve()
+    mark.touch()
+    before = blob.stat()
+    assert fetched(hub, tmp_path, "another") == str(folder)
+    assert (mark.exists(), blob.stat().st_mtime_ns) == (True, before.st_mtime_ns)
+
+
 def test_config_and_tokenizer_come_without_weights_and_are_enough_when_the_hub_is_gone(
     hub: Hub, tmp_path: Path
 ) -> None:

@@ -16,15 +16,23 @@ from typing import Annotated
 import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from pydantic import Field, ValidationError
 
 from moejob_api.contract.pods import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_bars import reporting_bars
-from moejob_trainer.data.hub_files import HubFile, HubFiles, has_all_files, list_hub_files, verify_hub_files
+from moejob_trainer.data.hub_files import (
+    HubFile,
+    HubFiles,
+    durable_download,
+    has_all_files,
+    list_hub_files,
+    verify_hub_files,
+)
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.runtime.disk import Disk, replace_file, sync_tree
+from moejob_trainer.runtime.disk import Disk, replace_file
 from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 from moejob_trainer.runtime.json_files import read_json
 
@@ -143,11 +151,12 @@ def _fetch_snapshot(download: _HubDownload, pinned: PinnedRepository | None, pin
     try:
         wanted_revision, ignored = pinned.commit if pinned else download.revision, [*left_out] or None
         bars = reporting_bars(download.report_share)
-        folder = Path(
-            snapshot_download(name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored, tqdm_class=bars)
-        )
-        # Sync before the run is bound to these files: they must not be empty after a loss of power.
-        sync_tree(Disk(), folder.parents[1])
+        with durable_download(cache / repo_folder_name(repo_id=name, repo_type="model"), pins.run_folder.name):
+            folder = Path(
+                snapshot_download(
+                    name, revision=wanted_revision, cache_dir=cache, ignore_patterns=ignored, tqdm_class=bars
+                )
+            )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         pin_note = "" if pinned is None else f", in commit {pinned.commit}, which {pins.file} binds this run to,"
         kind = BadConfiguration if is_lasting(error, pinned) else TransientFailure

@@ -8,8 +8,10 @@ Hashing weights takes as long as reading them: they are hashed again only if the
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +23,14 @@ from pydantic import Field
 from moejob_api.job.base import ApiModel
 from moejob_trainer.data.file_contents import file_stamp
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.runtime.disk import Disk
+from moejob_trainer.runtime.disk import Disk, replace_file, sync_tree
 
 # Config, tokenizer and code are smaller, and are hashed at each start.
 _SMALL_BYTES = 1 << 26
 _SHA256_DIGITS = 64
+# Behind it the run that downloads. The hub's library gives a file its name before the content is safe on the disk.
+_MARK = ".moejob-downloading-"
+_CONTENT_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class HubFile(ApiModel):
@@ -43,6 +48,32 @@ class HubFile(ApiModel):
 
 
 HubFiles = Mapping[str, HubFile]
+
+
+@contextmanager
+def durable_download(repository: Path, run: str) -> Iterator[None]:
+    """Sync what is downloaded into a repository of the cache meanwhile, before a run is bound to it.
+
+    A loss of power before the sync leaves files that are empty or cut, under their names: the hub's library would take
+    them for whole. The mark of a download that never ended says so, and the next download fetches them again. A mark of
+    another run may be of a download under way, whose files are whole: it stays.
+    """
+    mark = repository / f"{_MARK}{run}"
+    if any(repository.glob(f"{_MARK}*")):
+        _remove_cut_files(repository / "blobs")
+    for folder in (repository.parent, repository):
+        Disk().make_folder(folder)
+    replace_file(Disk(), mark, b"")
+    yield
+    sync_tree(Disk(), repository)
+    Disk().remove(mark)
+
+
+def _remove_cut_files(blobs: Path) -> None:
+    for blob in sorted(blobs.glob("*")):
+        is_named = _CONTENT_NAME.fullmatch(blob.name) is not None
+        if is_named and _compute_digest(blob, HubFile(digest=blob.name)) != blob.name:
+            Disk().remove(blob)
 
 
 def list_hub_files(name: str, folder: Path) -> HubFiles:
