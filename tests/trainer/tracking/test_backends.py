@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from mlflow.entities import Run
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from wandb.proto import wandb_internal_pb2
 
-from moejob_api.job.lifecycle import MLflow, Wandb
+from builders import spec
+from moejob_api.job.lifecycle import MLflow, Trackio, Wandb
+from moejob_trainer.runtime.redaction import REDACTED
 from moejob_trainer.tracking import BackgroundBackend, Tracker, open_tracker
 from moejob_trainer.tracking.mlflow_run import MLflowRun
 from moejob_trainer.tracking.tensorboard_events import TensorBoardEvents
 from moejob_trainer.tracking.tracker import backend_openers
+from moejob_trainer.tracking.trackio_inbox import TrackioInbox
 from moejob_trainer.tracking.wandb_run import WandbRun
 from trainer.tracking.runs import DEADLINE_SECONDS, numbers, tracked
 
@@ -59,6 +63,43 @@ def test_tensorboard_reads_the_numbers_of_every_step(tmp_path: Path) -> None:
     assert b'"maxLength"' in text.tensor.string_val[0]
     found = [(event.step, event.wall_time, {v.tag: v.simple_value for v in event.summary.value}) for event in steps]
     assert found == [(1, 1001.0, {"loss": 2.0, "gradNorm": 0.5}), (2, 1002.0, {"loss": 1.5})]
+
+
+def test_trackers_get_no_secret_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "value-of-the-pod")
+    rewards = [{"url": "https://me:pass-word@judge.example:8080/score?token=in-the-query#x", "weight": 0.5}]
+    job = spec(
+        method="GRPO",
+        data={"train": [{"source": "pvc://a/b.jsonl", "format": "Prompts"}]},
+        grpo={"rewards": rewards},
+        resources={
+            "env": [
+                {"name": "JUDGE_API_KEY", "value": "in-a-variable"},
+                {"name": "NCCL_DEBUG", "value": "INFO"},
+                {"name": "HEADER", "value": "Bearer value-of-the-pod"},
+            ]
+        },
+    )
+    fields = replace(tracked(tmp_path), spec=job).describe_spec()
+    text = json.dumps(fields)
+    assert fields["grpo"]["rewards"][0]["url"] == "https://judge.example:8080/score"
+    assert [variable["value"] for variable in fields["resources"]["env"]] == [REDACTED, "INFO", f"Bearer {REDACTED}"]
+    for secret in ("pass-word", "in-the-query", "in-a-variable", "value-of-the-pod"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize("part", ["tensorboard", "trackio"])
+def test_what_trackers_write_has_no_query_of_a_reward(tmp_path: Path, part: str) -> None:
+    rewards = [{"url": "https://judge.example/score?token=in-the-query"}]
+    data = {"train": [{"source": "pvc://a/b.jsonl", "format": "Prompts"}]}
+    job = spec(method="GRPO", data=data, grpo={"rewards": rewards})
+    run = replace(tracked(tmp_path), spec=job)
+    backend = TensorBoardEvents(run) if part == "tensorboard" else TrackioInbox(run, Trackio(project="p"))
+    backend.write(numbers(1))
+    backend.close(has_failed=False)
+    written = b"".join(path.read_bytes() for path in (tmp_path / part).rglob("*") if path.is_file())
+    assert b"judge.example/score" in written
+    assert b"in-the-query" not in written
 
 
 def test_a_restart_within_the_same_second_writes_a_file_of_its_own(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from moejob_api.contract.record import (
 )
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.pod import TrainerPod
-from moejob_trainer.runtime.redaction import Redaction
 from moejob_trainer.runtime.disk import Disk, cut_half_line, remove_tree
+from moejob_trainer.runtime.redaction import Redaction
 
 log = LauncherLog()
 

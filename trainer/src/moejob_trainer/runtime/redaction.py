@@ -20,11 +20,16 @@ _SECRET_FORMS = re.compile(
 )
 
 
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable of this name holds a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
 class Redaction:
     """Replaces secrets of one environment."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        values = {value for name, value in environ.items() if _SECRET_NAME.search(name)}
+        values = {value for name, value in environ.items() if is_secret_name(name)}
         # The longest first: a secret may begin with another.
         self._values = sorted((value for value in values if len(value) >= _LEAST_CHARACTERS), key=len, reverse=True)
 

@@ -58,7 +58,7 @@ class MLflowRun:
 
     def _create_run(self, experiment: str, run: TrackedRun) -> str:
         identity: str = self._client.create_run(experiment, run_name=run.job, tags={_UID: run.uid}).info.run_id
-        fields = _flatten_fields(run.spec.model_dump(mode="json", by_alias=True, exclude_none=True))
+        fields = _flatten_fields(run.describe_spec())
         parameters = [self._entities.Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in fields]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(identity, params=parameters[start : start + _MOST_PARAMETERS])

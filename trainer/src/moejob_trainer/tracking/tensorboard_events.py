@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -40,7 +41,7 @@ class TensorBoardEvents:
         # Two starts within a second would write the same file.
         self._writer = EventsWriter(str(folder / "events"), f".{token.attempt}.{token.restart}")
         self._write_event(first, session_log=SessionLog(status=SessionLog.START))
-        spec = self._run.spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+        spec = json.dumps(self._run.describe_spec(), indent=2)
         self._write_event(first, summary=text(self._run.job, f"```\n{spec}\n```"))
         return self._writer
 

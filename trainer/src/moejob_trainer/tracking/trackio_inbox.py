@@ -35,7 +35,7 @@ class TrackioInbox:
         inbox = run.folder / FOLDER / _INBOX
         self._folder = inbox / f"{run.uid}-{run.token.attempt}-{run.token.restart}"
         self._count, self._began_at, self._is_empty = 0, clock(), True
-        self._spec: Any = run.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+        self._spec: Any = run.describe_spec()
         for left_over in sorted(inbox.glob(f"{run.uid}-*/{_OPEN_NAME}")):
             _finish_fragment(left_over, left_over.with_name(f"left-over{_SUFFIX}"))
 

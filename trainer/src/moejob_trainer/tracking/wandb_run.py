@@ -20,7 +20,7 @@ class WandbRun:
             project=wandb.project,
             entity=wandb.entity,
             group=wandb.group,
-            config=run.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+            config=run.describe_spec(),
             dir=str(run.folder),
             # The launcher has the output of ranks, and quotes its last line when a rank fails.
             settings=package.Settings(console="off", silent=True),
