@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,19 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moejob_api.contract.data_preview import DataPreview, DatasetPreview, PreviewedExample, PreviewedText
+from moejob_api.contract.data_preview import (
+    DataPreview,
+    DatasetPreview,
+    PreviewedExample,
+    PreviewedText,
+    PreviewLimits,
+)
 from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_cli.app import OutputFormat, app, print_document
+from moejob_cli.data_preview import PreviewFailure, preview_file
 from moejob_cli.data_report import data_report
+from ports import free_port
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/tiny-sft.yaml")
 
@@ -22,6 +31,56 @@ def test_a_missing_trainer_is_named_with_its_fix(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["data", EXAMPLE], env={"MOEJOB_TRAINER_PYTHON": str(tmp_path / "none")})
     assert result.exit_code == ExitCode.BAD_CONFIGURATION
     assert "set MOEJOB_TRAINER_PYTHON to the Python of the trainer" in result.output
+
+
+STAND_IN = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+echo "offline: $HF_HUB_OFFLINE$HF_DATASETS_OFFLINE" >&2
+exit 78
+"""
+HUB_JOB = """
+apiVersion: moejob.dev/v1alpha1
+kind: MoETrainingJob
+metadata: {name: hub}
+spec:
+  method: SFT
+  model: {source: MODEL}
+  data: {train: [{source: moejob/tiny-chats, format: Chat}]}
+  training: {maxSteps: 1}
+  storage: {size: 100Gi}
+  resources: {accelerator: CPU, gpusPerNode: 1}
+"""
+
+
+def preview_offline(folder: Path, source: str, endpoint: str, **environ: str) -> PreviewFailure:
+    """Return what `moejob data` says with a stand-in for the trainer's Python, which prints what it was given."""
+    python, file = folder / "python", folder / "job.yaml"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    file.write_text(HUB_JOB.replace("MODEL", source))
+    variables = {"PATH": "/usr/bin:/bin", "MOEJOB_TRAINER_PYTHON": str(python), "HF_ENDPOINT": endpoint, **environ}
+    failure = preview_file(str(file), PreviewLimits(1, 1), environ=variables)
+    assert isinstance(failure, PreviewFailure)
+    return failure
+
+
+def test_a_hub_that_is_away_is_waited_for_once_and_named(tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    assert preview_offline(tmp_path, "team/model", endpoint).message == (
+        f"offline: 11\nthe hub at {endpoint} does not answer from this machine"
+    )
+
+
+def test_a_hub_that_answers_is_asked(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert preview_offline(tmp_path, "team/model", endpoint).message == "offline:"
+
+
+def test_a_job_without_names_of_the_hub_and_one_behind_a_proxy_need_no_connection(tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    assert preview_offline(tmp_path, "moejob/tiny-moe", endpoint).message == "offline:"
+    assert preview_offline(tmp_path, "team/model", endpoint, https_proxy="http://p").message == "offline:"
 
 
 def test_a_job_that_cannot_be_read_is_refused_as_by_every_command(tmp_path: Path) -> None:
