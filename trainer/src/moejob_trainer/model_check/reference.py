@@ -41,12 +41,17 @@ class ReferenceModel:
         report_share: ShareReport = ignore_share,
     ) -> None:
         disable_progress_bar()
-        config = AutoConfig.from_pretrained(config_folder)
+        # Never the files' own code, which Transformers would ask about on a terminal: we compare with its own.
+        config = AutoConfig.from_pretrained(config_folder, trust_remote_code=False)
         # The source of weights has dequantized them.
         config.quantization_config = None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+                config,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                trust_remote_code=False,
             )
         self.weights, self.model, self.dtype = weights, model.eval(), dtype
         self._report_share = report_share
