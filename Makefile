@@ -113,12 +113,14 @@ trainer-types:
 rollout-types:
 	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout benchmarks/hostile/engine_listeners.py)
 
-generate: $(operator_built) ## Write the CRD from the models, and the golden manifests
+generate: $(operator_built) ## Write the CRD from the models, README's families, and the golden manifests
 	@$(operator)/python -m moejob_api.crd
+	@$(operator)/python scripts/model_table.py
 	@PYTHONPATH=tests $(operator)/python -m golden_manifests
 
 verify: lint types ## Run lint and types, and refuse generated files that are stale
 	@$(operator)/python -m moejob_api.crd --check
+	@$(operator)/python scripts/model_table.py --check
 
 
 # Tests, in the environment of what they test.

@@ -32,6 +32,12 @@ def test_a_speed_that_is_named_is_on_a_page_of_measurements() -> None:
     assert [number for number in numbers if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d,])", measured)] == []
 
 
+def test_the_first_screen_is_the_demo_the_page_of_a_run_and_a_cluster() -> None:
+    before_the_first_section = PAGE.partition("\n## ")[0]
+    pictures = re.findall(r"!\[[^\]]+\]\(docs/pictures/([^)]+)\)", before_the_first_section)
+    assert pictures == ["demo.svg", "cluster.svg", "board-timeline.png"]
+
+
 def test_the_environment_that_is_activated_has_been_built_by_then() -> None:
     activated = next(place for place, command in enumerate(COMMANDS) if command.startswith("source .venv/"))
     assert COMMANDS[0] == "make demo"
