@@ -1039,6 +1039,29 @@ STORIES: tuple[Story, ...] = (
         "engine job-rollout-0-00000 ends again and again: ValueError: No available memory for the cache blocks",
     ),
     Story(
+        "an engine that has ended again and again is starting once more",
+        job("Running", ("AllPodsRun", "every trainer pod runs")),
+        (
+            pod(
+                0,
+                condition("Ready", "False", "ContainersNotReady"),
+                role="rollout",
+                node="gpu-2",
+                phase="Running",
+                container={"state": {"running": {}}, "restartCount": 4, "lastState": {"terminated": _ENGINE_END}},
+            ),
+        ),
+        Blocker.ENGINE_NOT_READY,
+        "engine 0 has ended 4 times: ValueError: No available memory for the cache blocks",
+    ),
+    Story(
+        "an engine in a trainer pod ends again and again",
+        job("Running", ("EngineEnds", "engine 3 has ended 2 times")),
+        (),
+        Blocker.ENGINE_NOT_READY,
+        "engine 3 has ended 2 times",
+    ),
+    Story(
         "an engine is still loading its model",
         job("Running", ("AllPodsRun", "every trainer pod runs")),
         (pod(0, condition("Ready", "False", "ContainersNotReady"), role="rollout", node="gpu-2", phase="Running"),),

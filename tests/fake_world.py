@@ -276,6 +276,16 @@ class World:
         state = _container({"waiting": waiting}) | {"name": "rollout", "lastState": {"terminated": end}}
         self._set_pod_status(self.pod(index, PodRole.ROLLOUT), ready=False, containerStatuses=[state])
 
+    def start_engine_again(self, index: int, restarts: int, log: str) -> None:
+        """The kubelet starts an engine that has ended that many times, the last time with these lines."""
+        end = {"exitCode": 1, "reason": "Error", "message": log, "finishedAt": format_time(self.cluster.now)}
+        state = _container({"running": {"startedAt": format_time(self.cluster.now)}}) | {
+            "name": "rollout",
+            "restartCount": restarts,
+            "lastState": {"terminated": end},
+        }
+        self._set_pod_status(self.pod(index, PodRole.ROLLOUT), ready=False, containerStatuses=[state])
+
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
         claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]

@@ -245,6 +245,11 @@ def engine_ends(index: int, code: int, log: str) -> Verb:
     return lambda world: world.end_engine(index, code, log)
 
 
+def engine_starts_again(index: int, restarts: int, log: str) -> Verb:
+    """An engine that has ended that many times runs again, and generates nothing yet."""
+    return lambda world: world.start_engine_again(index, restarts, log)
+
+
 def claim_reaches(phase: str) -> Verb:
     """The volume controller says something of the claim."""
     return lambda world: world.bind_claim(phase)
@@ -1019,6 +1024,23 @@ SCENARIOS: tuple[Scenario, ...] = (
             engine_ends(1, 1, "INFO loading\nRuntimeError: no kernel for this GPU\n"),
             Expected(
                 "Running", BOTH, "0-0 0-1", spent=0, why="CrashLoopBackOff", says="exit code 1: RuntimeError: no kernel"
+            ),
+        ),
+        **GRPO,
+    ),
+    scenario(
+        "an engine that has ended again and again is named also while it starts once more",
+        (nothing_happens, Expected("Pending", BOTH, "0-0 0-1")),
+        (pods_run, Expected("Running", BOTH, "0-0 0-1", why="AllPodsRun")),
+        (
+            engine_starts_again(1, 4, "INFO loading\nRuntimeError: no kernel for this GPU\n"),
+            Expected(
+                "Running",
+                BOTH,
+                "0-0 0-1",
+                spent=0,
+                why="EngineEnds",
+                says="engine 1 has ended 4 times: ended with exit code 1: RuntimeError: no kernel",
             ),
         ),
         **GRPO,

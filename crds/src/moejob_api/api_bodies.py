@@ -42,6 +42,12 @@ def as_integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def read_restarts(status: Raw) -> int:
+    """Return how often the kubelet has restarted containers of a pod, given the status of the pod."""
+    counts = (as_integer(container.get("restartCount")) for container in as_mappings(status.get("containerStatuses")))
+    return max((count for count in counts if count is not None), default=0)
+
+
 def as_count(value: object) -> int | None:
     """A whole number that labels write as text."""
     digits = as_text(value)

@@ -15,7 +15,9 @@ from moejob_api.contract.pods import (
     RankFault,
     RunPhase,
     TerminationMessage,
+    engine_ends_text,
     escaped_lines,
+    parse_engine_ends,
     parse_phase,
     phase_text,
     printable_text,
@@ -89,6 +91,27 @@ def test_a_share_is_rounded_down_within_its_bounds(share: float, percentage: int
 )
 def test_what_is_no_phase_is_none(text: str) -> None:
     assert parse_phase(text) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param({}, "", id="no engines"),
+        pytest.param({0: 0, 1: 0}, "", id="none has ended"),
+        pytest.param({0: 0, 1: 1}, "engine 1 has ended once", id="one"),
+        pytest.param({3: 2, 4: 7}, "engine 4 has ended 7 times", id="most often"),
+    ],
+)
+def test_a_phase_names_the_engine_that_ends_again_and_again(ends: dict[int, int], expected: str) -> None:
+    assert engine_ends_text(ends) == expected
+    text = f"{RunPhase.AWAITING_ENGINES}: {expected}" if expected else phase_text(RunPhase.AWAITING_ENGINES)
+    assert parse_phase(text) == (RunPhase.AWAITING_ENGINES, None)
+    assert parse_engine_ends(text) == expected
+
+
+def test_no_other_words_are_ends_of_engines() -> None:
+    assert parse_engine_ends("waiting for engines: engine 0 has won 7 times") == ""
+    assert parse_engine_ends(phase_text(RunPhase.RESTORING, 0.5)) == ""
 
 
 HUGE = 10**400

@@ -361,12 +361,28 @@ def test_a_long_phase_shows_its_share_in_a_line_every_ten_seconds() -> None:
         pytest.param("building the model", (RunPhase.BUILDING, None, 7.5), id="none"),
         pytest.param("stepping", (None, None, 0.0), id="steps"),
         pytest.param("\x1b[2J", (None, None, 0.0), id="a stranger's words"),
+        pytest.param(
+            "waiting for engines: engine 0 has ended 4 times",
+            ("waiting for engines: engine 0 has ended 4 times", None, 7.5),
+            id="a colocated engine",
+        ),
     ],
 )
 def test_the_phase_of_a_pod_is_read(text: str, expected: tuple[RunPhase | None, int | None, float]) -> None:
     progress = PodProgress(attempt=1, index=0, phase=text, phase_seconds=7.5)
     pod = PodReport(0, None, None, progress, 1.0, 0.0)
     assert current_phase((pod,)) == expected
+
+
+def test_a_first_step_waits_for_a_separate_engine_that_has_ended() -> None:
+    ends = "engine 2 has ended once"
+    for phase, expected in (
+        (RunPhase.FIRST_STEP, f"waiting for engines: {ends}"),
+        (RunPhase.BUILDING, "building the model"),
+        (RunPhase.STEPPING, None),
+    ):
+        progress = PodProgress(attempt=1, index=0, phase=phase, phase_seconds=7.5)
+        assert current_phase((PodReport(0, None, None, progress, 1.0, 0.0),), ends)[0] == expected
 
 
 def test_the_best_evaluation_is_shown_and_that_a_run_stopped_early() -> None:

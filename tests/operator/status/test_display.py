@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fake_world import World
 from moejob_api.contract.pods import PodProgress, PodRole, RunPhase, phase_text
 from moejob_operator.status.display import SHOWN_PHASE_SECONDS
+from scenarios import GRPO
 
 POLL_SECONDS = 31.0
 
 
-def running() -> World:
+def running(**sections: Any) -> World:
     world = World()
-    world.apply()
+    world.apply(**sections)
     world.settle()
     world.run()
     world.settle()
@@ -73,6 +76,28 @@ def test_every_phase_has_a_word_but_steps() -> None:
         world = running()
         report_phase(world, phase_text(phase), phase_text(phase))
         assert bool(column(world)) is (phase is not RunPhase.STEPPING)
+
+
+@pytest.mark.parametrize("has_ready_engines", [True, False], ids=["ready engines", "an engine that starts again"])
+def test_a_first_step_without_an_engine_waits_for_engines(has_ready_engines: bool) -> None:
+    world = running(**GRPO)
+    if not has_ready_engines:
+        world.start_engine_again(0, 4, "RuntimeError: no kernel for this GPU")
+    report_phase(world, phase_text(RunPhase.FIRST_STEP), phase_text(RunPhase.FIRST_STEP))
+    assert column(world) == ("First step" if has_ready_engines else "Waiting for engines")
+    why = world.status.why
+    assert (why is None) is has_ready_engines
+    if why is not None:
+        assert why.message == "engine 0 has ended 4 times: RuntimeError: no kernel for this GPU"
+
+
+def test_a_colocated_engine_that_ends_again_and_again_is_named() -> None:
+    world = running()
+    text = "waiting for engines: engine 1 has ended 4 times"
+    report_phase(world, phase_text(RunPhase.FIRST_STEP), text)
+    assert column(world) == "Waiting for engines"
+    assert world.status.why is not None
+    assert world.status.why.message == "engine 1 has ended 4 times"
 
 
 def test_a_short_phase_is_not_written() -> None:

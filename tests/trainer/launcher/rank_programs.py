@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from moejob_api.contract.pods import RunProgress
+from moejob_api.contract.pods import RunPhase, RunProgress
 from moejob_trainer.runtime.fencing import Fence, FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 
@@ -63,6 +63,15 @@ def finish_when_allowed() -> int:
     start()
     wait_for(folder() / "go")
     return 0
+
+
+def step_when_allowed() -> int:
+    """Be in the first step until the test says that it is done."""
+    heartbeat = start()
+    heartbeat.enter_phase(RunPhase.FIRST_STEP)
+    wait_for(folder() / "go")
+    heartbeat.enter_phase(RunPhase.STEPPING)
+    return for_ever()
 
 
 def finish_when_restarted() -> int:

@@ -14,10 +14,10 @@ import pytest
 
 from builders import spec
 from moejob_api.contract.pod_environment import read_environment, spec_text
-from moejob_api.contract.pods import Environment
+from moejob_api.contract.pods import Environment, RunPhase
 from moejob_trainer.launcher.engine_processes import engine_commands
 from moejob_trainer.launcher.pod import TrainerPod
-from trainer.launcher.launchers import Gang, await_ends, await_result, is_alive
+from trainer.launcher.launchers import Gang, Launcher, await_ends, await_result, is_alive
 
 Make = Callable[..., Gang]
 
@@ -55,6 +55,10 @@ def started(engine: Path, times: int) -> list[list[str]]:
     return await_result(look, f"start {times} of an engine")
 
 
+def await_phase(launcher: Launcher, text: str) -> None:
+    launcher.await_progress(lambda progress: progress.phase == text, text)
+
+
 def test_an_engine_starts_beside_the_ranks_and_ends_with_the_launcher(gang: Make, engine: Path) -> None:
     job = gang(engine=engine)
     launcher = job.start("finish")
@@ -84,6 +88,17 @@ def test_an_engine_that_dies_is_started_again_without_its_old_workers(gang: Make
     await_ends([int(pid), int(worker)])
     assert is_alive(int(again[0]))
     assert all(is_alive(rank) for rank in ranks)
+
+
+def test_a_first_step_says_which_engine_ends_again_and_again_until_it_is_done(gang: Make, engine: Path) -> None:
+    job = gang(engine=engine)
+    launcher = job.start("step_when_allowed")
+    await_phase(launcher, RunPhase.FIRST_STEP)
+    for count, words in ((1, "once"), (2, "2 times")):
+        os.kill(int(started(engine, count)[-1][0]), signal.SIGKILL)
+        await_phase(launcher, f"waiting for engines: engine 0 has ended {words}")
+    (job.run_folder / "go").touch()
+    await_phase(launcher, RunPhase.STEPPING)
 
 
 def test_a_pod_without_the_rollout_environment_says_which_image_has_it(gang: Make, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,16 @@ class RunEngines:
         self._due_at: dict[int, float] = {}
         self._began_at: dict[int, float] = {}
         self._starts = {order.index: EngineStarts() for order in orders}
+        self._ends = dict.fromkeys(self._starts, 0)
+
+    @property
+    def ends(self) -> Mapping[int, int]:
+        """The ends of each engine since ranks made their last step."""
+        return self._ends
+
+    def forget_ends(self) -> None:
+        """Forget the ends of engines: ranks make steps."""
+        self._ends = dict.fromkeys(self._starts, 0)
 
     def keep_running(self) -> list[str]:
         """Start engines that do not run; return a sentence about each engine that has ended."""
@@ -47,6 +57,7 @@ class RunEngines:
             process = self._processes.get(order.index)
             if process is not None and process.poll() is not None:
                 sentences.append(f"engine {order.index} ended with {process.returncode} and is started again")
+                self._ends[order.index] += 1
                 ran_seconds = time.monotonic() - self._began_at[order.index]
                 self._starts[order.index] = self._starts[order.index].after_end(process.returncode, ran_seconds)
                 self._forget_engine(order.index, process)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import assert_never
 
-from moejob_api.contract.pods import ExitCode, RunPhase, parse_phase
+from moejob_api.contract.pods import ExitCode, RunPhase, engine_ends_text, parse_engine_ends, parse_phase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import RecoveryState
@@ -291,7 +291,9 @@ class Supervision:
         if run is not None and run.last_checkpoint_step is not None:
             # The recovery state would also know steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
-        doing, percentage, seconds = current_phase(pods)
+        doing, percentage, seconds = current_phase(pods, engine_ends_text(self._engines.ends))
+        if any(pod.progress is not None and pod.progress.phase == RunPhase.STEPPING for pod in pods):
+            self._engines.forget_ends()
         return RunView(
             phase=self._run_phase(pods),
             lines=self.log.lines,
@@ -316,13 +318,18 @@ class Supervision:
         return "restarting" if self._restarts else "starting"
 
 
-def current_phase(pods: tuple[PodReport, ...]) -> tuple[RunPhase | None, int | None, float]:
-    """Return phase, percentage and duration of the first pod that makes no steps; None while all make steps."""
+def current_phase(pods: tuple[PodReport, ...], engine_ends: str = "") -> tuple[str | None, int | None, float]:
+    """Return phase, percentage and duration of the first pod that makes no steps; None while all make steps.
+
+    Ranks whose engines end in the first step wait for these: colocated ones, as a pod says, or others, as given.
+    """
     for pod in pods:
         if pod.is_running and pod.progress is not None and pod.progress.phase is not None:
             phase, percentage = parse_phase(pod.progress.phase) or (RunPhase.STEPPING, None)
+            ends = parse_engine_ends(pod.progress.phase) or (engine_ends if phase is RunPhase.FIRST_STEP else "")
             if phase is not RunPhase.STEPPING:
-                return phase, percentage, pod.progress.phase_seconds or 0.0
+                text = f"{RunPhase.AWAITING_ENGINES}: {ends}" if ends else phase.value
+                return text, percentage, pod.progress.phase_seconds or 0.0
     return None, None, 0.0
 
 

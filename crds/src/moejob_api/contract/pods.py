@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
@@ -158,21 +159,38 @@ class RunPhase(StrEnum):
     BUILDING = "building the model"
     RESTORING = "loading and checking weights"
     CHECKING = "checking the model"
+    AWAITING_ENGINES = "waiting for engines"
     FIRST_STEP = "in the first step"
     STEPPING = "stepping"
     FINISHING = "finishing the last save"
     EXPORTING = "exporting and checking the export"
 
 
-# The share of a phase stands in its text: an operator of another version refuses a report with a field that it does not
-# know.
-_PHASE_TEXT = re.compile(r"([a-z' ]+)(?:: ([0-9]{1,3}) %)?")
+# The share of a phase stands in its text, and so do the ends of engines: an operator of another version refuses a
+# report with a field that it does not know.
+_PHASE_TEXT = re.compile(
+    r"([a-z' ]+)(?:: ([0-9]{1,3}) %|: (engine [0-9]{1,7} has ended (?:once|[0-9]{1,7} times)))?", re.ASCII
+)
 
 
 def phase_text(phase: RunPhase, share: float | None = None) -> str:
     """Return a phase as it is reported, such as `loading and checking weights: 43 %`."""
     # Rounded down: 100 % is reached at the end.
     return phase.value if share is None else f"{phase}: {int(100 * min(1.0, max(0.0, share)))} %"
+
+
+def engine_ends_text(ends: Mapping[int, int]) -> str:
+    """Return the engine that has ended most often, and how often; empty where none has ended."""
+    engine = max(ends, key=lambda index: ends[index], default=None)
+    if engine is None or not ends[engine]:
+        return ""
+    return f"engine {engine} has ended {'once' if ends[engine] == 1 else f'{ends[engine]} times'}"
+
+
+def parse_engine_ends(text: str) -> str:
+    """Return what a phase says of the ends of engines; empty where it says nothing."""
+    match = _PHASE_TEXT.fullmatch(text)
+    return "" if match is None or match[3] is None else match[3]
 
 
 def parse_phase(text: str) -> tuple[RunPhase, int | None] | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from moejob_api.contract.pods import PodRole
+from moejob_api.contract.pods import PodRole, engine_ends_text
 from moejob_api.diagnosis.blockers import Blocker
 from moejob_api.diagnosis.evidence import (
     DISRUPTION,
@@ -104,6 +104,9 @@ def engine_findings(pods: tuple[PodEvidence, ...]) -> Iterator[Finding]:
         unready = pod.find_condition("Ready", "False")
         if pod.role == PodRole.ROLLOUT and pod.phase == "Running" and pod.waiting is None and unready is not None:
             text = f"engine {pod.name} has not generated a token yet"
+            if pod.restarts:
+                end = f": {pod.last_line}" if pod.last_line else ""
+                text = f"{engine_ends_text({pod.index: pod.restarts})}{end}"
             yield Finding(Blocker.ENGINE_NOT_READY, text, unready.since, pod.name)
             return
 

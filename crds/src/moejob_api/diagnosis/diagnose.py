@@ -42,6 +42,7 @@ _OF_REASONS: Mapping[str, Blocker] = MappingProxyType(
         Reason.POD_ENDING: Blocker.POD_ENDING,
         Reason.LOST_PEERS: Blocker.PEERS_LOST,
         Reason.SECRET_LOST: Blocker.SECRET_LOST,
+        Reason.ENGINE_ENDS: Blocker.ENGINE_NOT_READY,
         Reason.CLAIM_LOST: Blocker.CLAIM_LOST,
     }
 )

@@ -75,6 +75,9 @@ class PodEvidence:
     ends_by: datetime | None
     conditions: tuple[ConditionEvidence, ...]
     waiting: ContainerEvidence | None
+    # How often its container was started again, and the last line of the end before.
+    restarts: int
+    last_line: str
     reason: str
     message: str
 
@@ -160,6 +163,8 @@ def read_pod_evidence(raw: Raw) -> PodEvidence:
         ends_by=api_bodies.as_time(about.get("deletionTimestamp")),
         conditions=_read_conditions(status),
         waiting=_read_waiting_container(status),
+        restarts=api_bodies.read_restarts(status),
+        last_line=_read_last_line(status),
         reason=api_bodies.as_text(status.get("reason")),
         message=_read_message(status),
     )
@@ -253,6 +258,14 @@ def _read_conditions(status: Raw) -> tuple[ConditionEvidence, ...]:
 
 def _read_message(holder: Raw) -> str:
     return api_bodies.as_text(holder.get("message"))[:_MESSAGE_CHARACTERS]
+
+
+def _read_last_line(status: Raw) -> str:
+    containers = api_bodies.as_mappings(status.get("containerStatuses"))
+    last_states = (api_bodies.as_mapping(container.get("lastState")) for container in containers)
+    ends = (api_bodies.as_mapping(state.get("terminated")) for state in last_states)
+    lines = (api_bodies.last_line(end.get("message"))[:_MESSAGE_CHARACTERS] for end in ends)
+    return next(filter(None, lines), "")
 
 
 def _read_waiting_container(status: Raw) -> ContainerEvidence | None:

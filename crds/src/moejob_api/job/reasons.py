@@ -30,6 +30,7 @@ class Reason(StrEnum):
     POD_ENDING = "PodEnding"
     LOST_PEERS = "LostPeers"
     SECRET_LOST = "SecretLost"
+    ENGINE_ENDS = "EngineEnds"
     # Suspended
     SUSPENDED = "SuspendRequested"
     # The end

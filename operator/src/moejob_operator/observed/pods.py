@@ -81,6 +81,8 @@ class Pod:
     # The end before, where the kubelet restarts a container in the same pod, as it does with an engine; the message is
     # the last line of the log.
     ended_before: ContainerEnd | None
+    # How often the kubelet has restarted its first container.
+    restarts: int
     waiting: ContainerWait | None
     unschedulable: str | None
     is_gated: bool
@@ -121,6 +123,7 @@ def read_pod(raw: Raw, place: PodPlace) -> Pod:
         changed_at=_changed_at(raw, status),
         ended=_container_end(_container_states(raw)),
         ended_before=_container_end(_container_states(raw, "lastState"), api_bodies.last_line),
+        restarts=api_bodies.read_restarts(status),
         waiting=_container_wait(raw),
         unschedulable=_read_message(scheduled)
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moejob_api.contract.pods import engine_ends_text, parse_engine_ends
 from moejob_operator.children.gangs import GangApi, missing_api, volcano_scheduler
 from moejob_operator.observed import ContainerEnd, Pod, VolumeClaimPhase
 from moejob_operator.planning.decision import Reason
@@ -41,8 +42,17 @@ def find_wait_reason(s: ObservedState) -> WaitReason:
 
 
 def find_engine_wait_reason(s: ObservedState) -> WaitReason | None:
-    """Return the hold-up beside a gang that runs: an object that the API server refused, or that engines wait for."""
-    return _refused_creation(s) or _waiting_container(s.rollouts) or _unschedulable_pod(s.rollouts)
+    """Return the hold-up beside a gang that runs: an object that the API server refused, or that engines wait for.
+
+    An engine that ends again and again runs for a while in between.
+    """
+    return (
+        _refused_creation(s)
+        or _waiting_container(s.rollouts)
+        or _unschedulable_pod(s.rollouts)
+        or _restarted_engine(s.rollouts)
+        or _restarted_colocated_engine(s)
+    )
 
 
 def _refused_creation(s: ObservedState) -> WaitReason | None:
@@ -93,6 +103,21 @@ def _waiting_container(pods: tuple[Pod, ...]) -> WaitReason | None:
             explanation = pod.waiting.message if pod.ended_before is None else _end_text(pod.ended_before)
             return WaitReason(pod.waiting.reason, f"{pod.name}: {explanation}" if explanation else pod.name)
     return None
+
+
+def _restarted_engine(engines: tuple[Pod, ...]) -> WaitReason | None:
+    for pod in engines:
+        if pod.restarts and not pod.is_ready and pod.ended_before is not None:
+            ends = engine_ends_text({pod.index: pod.restarts})
+            return WaitReason(Reason.ENGINE_ENDS, f"{ends}: {_end_text(pod.ended_before)}")
+    return None
+
+
+def _restarted_colocated_engine(s: ObservedState) -> WaitReason | None:
+    """Return the engine that a launcher reports, whose container is the trainer's."""
+    reports = [s.observation.progress[pod.uid] for pod in s.trainers.values() if pod.uid in s.observation.progress]
+    ends = [parse_engine_ends(report.phase) for report in reports if report.phase is not None]
+    return next((WaitReason(Reason.ENGINE_ENDS, text) for text in ends if text), None)
 
 
 def _end_text(end: ContainerEnd) -> str:

@@ -28,6 +28,7 @@ _PHASE_WORDS: Mapping[RunPhase, str] = MappingProxyType(
         RunPhase.BUILDING: "Building model",
         RunPhase.RESTORING: "Loading",
         RunPhase.CHECKING: "Checking model",
+        RunPhase.AWAITING_ENGINES: "Waiting for engines",
         RunPhase.FIRST_STEP: "First step",
         RunPhase.FINISHING: "Saving",
         RunPhase.EXPORTING: "Exporting",
@@ -61,7 +62,10 @@ def _phase_words(s: ObservedState, decision: Decision) -> str | None:
     if not phases:
         return None
     number, percentage, seconds = min(phases)
-    word = _PHASE_WORDS.get(_PHASES[number], "")
+    phase = _PHASES[number]
+    if phase is RunPhase.FIRST_STEP and not all(pod.is_ready for pod in s.rollouts):
+        phase = RunPhase.AWAITING_ENGINES
+    word = _PHASE_WORDS.get(phase, "")
     if not word:
         return ""
     return (word if percentage == 100 else f"{word} {percentage} %") if seconds >= SHOWN_PHASE_SECONDS else None

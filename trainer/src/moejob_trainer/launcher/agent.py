@@ -24,6 +24,7 @@ from moejob_api.contract.pods import (
     RunProgress,
     StatusMeasure,
     TerminationMessage,
+    engine_ends_text,
     phase_text,
 )
 from moejob_api.recovery.restarts import FailureCause
@@ -170,7 +171,7 @@ class Agent:
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
             ranks=rank_heartbeats,
             run=self._run_so_far(),
-            phase=None if phase is None else phase_text(phase, share),
+            phase=None if phase is None else self._phase_text(phase, share),
             phase_seconds=phase_seconds,
         )
 
@@ -183,6 +184,11 @@ class Agent:
             return None, None, None
         slowest = min(phases, key=_phase_rank)
         return slowest.phase, slowest.phase_seconds, slowest.phase_share
+
+    def _phase_text(self, phase: RunPhase, share: float | None) -> str:
+        """Return the phase as it is reported: ranks whose engines end in the first step wait for these."""
+        ends = engine_ends_text(self._ranks.engine_ends) if phase is RunPhase.FIRST_STEP else ""
+        return f"{RunPhase.AWAITING_ENGINES}: {ends}" if ends else phase_text(phase, share)
 
     def _enter_phase(self, phase: RunPhase) -> None:
         self._launcher_phase, self._launcher_phase_at = phase, time.monotonic()
@@ -356,8 +362,13 @@ class Agent:
     def _record_progress(self) -> None:
         if self._stop.times:
             self._record.add_stop_request(self._latest_step())
-        if self._pod.is_first and self._board is not None:
-            self._record.add_phase(self._slowest_phase(self._board.read())[0])
+        if self._board is None:
+            return
+        phase, _, _ = self._slowest_phase(self._board.read())
+        if phase is RunPhase.STEPPING:
+            self._ranks.forget_engine_ends()
+        if self._pod.is_first:
+            self._record.add_phase(phase)
 
     def _check_exits(self) -> Fault | AllRanksEnded | None:
         exits = dict(self._ranks.exits)

@@ -90,6 +90,16 @@ class PodEngines:
         """The running engines; their own children end with them."""
         return frozenset(engine.pid for engine in self._engines if engine.pid is not None)
 
+    @property
+    def ends(self) -> Mapping[int, int]:
+        """The ends of each engine since ranks made their last step. May be read from any thread."""
+        return {engine.index: engine.ends for engine in self._engines}
+
+    def forget_ends(self) -> None:
+        """Forget the ends of engines: ranks make steps."""
+        for engine in self._engines:
+            engine.ends = 0
+
     def keep_running(self) -> None:
         """Start engines that do not run and are due."""
         for engine in self._engines:
@@ -114,6 +124,11 @@ class _EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at, self._due_at, self._delay = 0.0, 0.0, _FIRST_DELAY_SECONDS
         self._starts = EngineStarts()
+        self.ends = 0
+
+    @property
+    def index(self) -> int:
+        return self._command.index
 
     @property
     def pid(self) -> int | None:
@@ -151,6 +166,7 @@ class _EngineProcess:
     def _note_end(self, code: int, now: float) -> None:
         self.send_signal(signal.SIGKILL)
         self._process = None
+        self.ends += 1
         self._starts = self._starts.after_end(code, now - self._started_at)
         self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS) if self._starts.failed else _FIRST_DELAY_SECONDS
         self._due_at = now + self._delay

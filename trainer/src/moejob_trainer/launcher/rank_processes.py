@@ -102,6 +102,15 @@ class RankProcesses:
         self._orphans.reap()
         self._poll()
 
+    @property
+    def engine_ends(self) -> Mapping[int, int]:
+        """The ends of each engine of the pod since the last step. May be read from any thread."""
+        return self._engines.ends
+
+    def forget_engine_ends(self) -> None:
+        """Forget the ends of engines: ranks make steps."""
+        self._engines.forget_ends()
+
     def find_engine_refusal(self) -> EngineRefusal | None:
         """Return the reason that an engine beside the ranks cannot start, once it is known."""
         return self._engines.find_refusal()
