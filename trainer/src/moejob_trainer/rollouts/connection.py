@@ -108,4 +108,4 @@ def _refusal_reason(content: bytes) -> str:
     try:
         return str(json.loads(content)["error"])[:500]
     except (ValueError, KeyError, TypeError):
-        return content[:500].decode(errors="replace")
+        return content[:500].decode(errors="replace").strip()
