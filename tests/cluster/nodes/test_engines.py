@@ -279,12 +279,15 @@ def test_an_engine_that_is_lost_while_it_generates_ahead_costs_no_prompt(
 
 
 @in_full
+@pytest.mark.parametrize("is_publishing", [False, True], ids=["answers in flight", "weights on their way"])
 def test_an_engine_that_is_cut_off_while_it_generates_ahead_costs_no_prompt(
-    nodes: Cluster, engine_release: Release
+    is_publishing: bool, nodes: Cluster, engine_release: Release
 ) -> None:
     with submit_with_engine(nodes, engine_release, generate_ahead(AHEAD_STEPS)) as job:
         engine = away_from_trainer(job)
         await_generation(job, engine)
+        if is_publishing:
+            await_weights(job)
         nodes.cut_off(engine.node)
         try:
             assert next_engine(job, engine).node != engine.node
