@@ -9,7 +9,7 @@ from collections.abc import Callable
 from moejob_api.contract.pods import PodOutcome, PodProgress
 from moejob_trainer.runtime.fencing import Fence, FenceToken, claim_key
 from ports import free_port
-from trainer.launcher.launchers import Gang, Launcher, await_ends, await_result
+from trainer.launcher.launchers import LONGEST_SECONDS, Gang, Launcher, await_ends, await_result
 
 Make = Callable[..., Gang]
 
@@ -161,6 +161,15 @@ def test_a_pod_that_falls_silent_takes_the_ranks_of_the_others_down_and_its_abse
     assert first.read_last_word().outcome is PodOutcome.LOST_PEERS
     assert first.read_last_word().message == "pod 1 did not come back within 10 s"
     assert "pod 1 has not been heard for 2 s" in first.log.read_text()
+
+
+def test_a_killed_launcher_is_missed_at_once_though_the_ranks_of_the_others_would_wait_for_it(gang: Make) -> None:
+    job = gang(nodes=3, ranks=1, lost_seconds=LONGEST_SECONDS)
+    first, _, third = job.start_all("beat_for_ever")
+    pids = job.rank_pids()
+    third.kill()
+    await_ends(pids)
+    assert "pod 2 has left the rendezvous" in first.log.read_text()
 
 
 def test_a_process_whose_pod_has_been_replaced_goes_away_when_it_wakes_up(gang: Make) -> None:

@@ -163,6 +163,8 @@ class Rendezvous:
 
     def mark_done(self, number: int) -> None:
         """Say that the ranks of this pod have ended well."""
+        # Before the count: once all are counted a pod may go, and is not missed.
+        self._opened_store.put_first(_round_key(number, f"done/{self._pod.index}"), self.token)
         self._opened_store.add_to_counter(_round_key(number, "done"))
 
     def are_all_done(self, number: int) -> bool:
@@ -257,6 +259,7 @@ class Rendezvous:
         self._next = self._first = int(self._opened_store.get("first round") or 0)
         self._published_checkpoints = 0
         self._heartbeats.forget_counts()
+        self._opened_store.count_at_end(_departure_key(self.token))
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -282,12 +285,12 @@ class Rendezvous:
         return None if text is None else Ending.model_validate_json(text)
 
     def _end_silent_round(self, number: int) -> Ending | None:
-        silent = self._heartbeats.find_silent_pod(self._opened_store, number)
-        if silent is None:
+        loss = self._heartbeats.find_lost_pod(self._opened_store, number)
+        if loss is None:
             return None
+        index, message = loss
         origin = FailureOrigin(self._pod.index, self.token)
-        message = f"pod {silent} has not been heard for {self._heartbeats.lost_seconds:.0f} s"
-        return self.end_round(number, ending_without_pod(silent, origin, message, self.ending_before(number)))
+        return self.end_round(number, ending_without_pod(index, origin, message, self.ending_before(number)))
 
     @property
     def _opened_store(self) -> LauncherStore:
@@ -315,20 +318,36 @@ class _PodHeartbeats:
             store.add_to_counter(_round_key(number, f"pulse/{self._pod.index}"))
             self._sent_at = time.monotonic()
 
-    def find_silent_pod(self, store: LauncherStore, number: int) -> int | None:
-        """A pod whose count has not moved for too long."""
+    def find_lost_pod(self, store: LauncherStore, number: int) -> tuple[int, str] | None:
+        """Return a pod that has left the store amid the round, or whose count has not moved for too long; the reason.
+
+        Peers of a lost pod may wait in a collective for minutes: nothing else ends the round for them.
+        """
         now = time.monotonic()
         if now - self._checked_at < _HEARTBEAT_SECONDS:
             return None
         self._checked_at = now
         for index in range(1, self._pod.nodes):
+            if _has_left_store(store, number, index):
+                return index, f"pod {index} has left the rendezvous"
             count = store.add_to_counter(_round_key(number, f"pulse/{index}"), 0)
             before, since = self._last_counts.get(index, (-1, now))
             if count != before:
                 self._last_counts[index] = (count, now)
             elif now - since >= self.lost_seconds:
-                return index
+                return index, f"pod {index} has not been heard for {self.lost_seconds:.0f} s"
         return None
+
+
+def _has_left_store(store: LauncherStore, number: int, index: int) -> bool:
+    """Return whether the connection of a pod has ended whose ranks had not ended well."""
+    token = store.get(_round_key(number, f"arrived/{index}"))
+    has_left = token is not None and store.add_to_counter(_departure_key(token), 0) > 0
+    return has_left and store.get(_round_key(number, f"done/{index}")) is None
+
+
+def _departure_key(token: str) -> str:
+    return f"departed/{token}"
 
 
 def _round_key(number: int, entry: str) -> str:

@@ -56,6 +56,8 @@ class Operation(StrEnum):
     PUT_FIRST = "put_first"
     GET = "get"
     COUNT = "count"
+    # Counts once the connection has ended: the process behind it is gone, or will find that it has lost the store.
+    COUNT_AT_END = "count_at_end"
     # From here on the connection carries the bytes of the ranks' store.
     CONNECT = "connect"
 
@@ -105,6 +107,9 @@ class StoreEntries:
                 case Operation.COUNT:
                     number = self._counts[request.name] = self._counts.get(request.name, 0) + request.number
                     return StoreReply(number=number)
+                case Operation.COUNT_AT_END:
+                    # The host of the store has no connection that could end.
+                    return StoreReply()
                 case Operation.CONNECT:
                     return StoreReply(refused="there is no such store of ranks")
 
@@ -132,14 +137,28 @@ class StoreServer:
             await self._reply_to_requests(reader, writer)
 
     async def _reply_to_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            request = StoreRequest.model_validate_json(await read_frame(reader))
-            if request.operation is Operation.CONNECT and request.number in self.ranks_ports:
-                ranks = await asyncio.open_connection(LOOPBACK, request.number)
-                await write_frame(writer, StoreReply().model_dump_json().encode())
-                await splice_streams((reader, writer), ranks)
-                return
-            await write_frame(writer, self._entries.apply_request(request).model_dump_json().encode())
+        last_request: StoreRequest | None = None
+        try:
+            while True:
+                request = StoreRequest.model_validate_json(await read_frame(reader))
+                if request.operation is Operation.COUNT_AT_END:
+                    last_request = StoreRequest(operation=Operation.COUNT, name=request.name, number=1)
+                if not await self._reply_to_request(request, (reader, writer)):
+                    return
+        finally:
+            if last_request is not None:
+                self._entries.apply_request(last_request)
+
+    async def _reply_to_request(self, request: StoreRequest, streams: Streams) -> bool:
+        """Reply to one request; return false once the connection has carried bytes of ranks."""
+        writer = streams[1]
+        if request.operation is Operation.CONNECT and request.number in self.ranks_ports:
+            ranks = await asyncio.open_connection(LOOPBACK, request.number)
+            await write_frame(writer, StoreReply().model_dump_json().encode())
+            await splice_streams(streams, ranks)
+            return False
+        await write_frame(writer, self._entries.apply_request(request).model_dump_json().encode())
+        return True
 
 
 class StoreClient:
@@ -232,6 +251,10 @@ class LauncherStore:
     def add_to_counter(self, name: str, more: int = 1) -> int:
         """Add to a counter, which starts at 0, and return its new value."""
         return self._send_request(StoreRequest(operation=Operation.COUNT, name=name, number=more)).number
+
+    def count_at_end(self, name: str) -> None:
+        """Have the store add to a counter once it has lost this launcher; nothing for the pod that hosts it."""
+        self._send_request(StoreRequest(operation=Operation.COUNT_AT_END, name=name))
 
     def reach_ranks(self, ranks_port: int) -> int:
         """Return the port of this pod's loopback under which its ranks reach the store that pod 0 hosts for them."""
