@@ -330,6 +330,39 @@ BROKEN_SPECS: tuple[BrokenSpec, ...] = (
     BrokenSpec(
         "a queue without queues", Rule.CONFLICT, "has no queues", {"lifecycle": {"gang": "Native", "queue": "a"}}
     ),
+    BrokenSpec("a spare beside a single pod", Rule.CONFLICT, "has a single pod", {"resources": {"spares": 1}}),
+    BrokenSpec(
+        "a spare with engines of its pods",
+        Rule.CONFLICT,
+        "use Separate",
+        {"method": "GRPO", "parallelism": {"data": 2}, "resources": {"spares": 1, "gpusPerNode": 1}},
+    ),
+    BrokenSpec(
+        "a spare under Kueue",
+        Rule.CONFLICT,
+        "use gang Volcano",
+        {
+            "parallelism": {"data": 2},
+            "resources": {"spares": 1, "gpusPerNode": 1},
+            "lifecycle": {"gang": "Kueue", "queue": "a"},
+        },
+    ),
+    BrokenSpec(
+        "a spare in a queue of any kind",
+        Rule.CONFLICT,
+        "or no queue",
+        {
+            "parallelism": {"data": 2},
+            "resources": {"spares": 1, "gpusPerNode": 1},
+            "lifecycle": {"queue": "a"},
+        },
+    ),
+    BrokenSpec(
+        "a spare in another domain",
+        Rule.CONFLICT,
+        "topologyKey",
+        {"parallelism": {"data": 2}, "resources": {"spares": 1, "gpusPerNode": 1, "topologyKey": "rack"}},
+    ),
     BrokenSpec(
         "more GPUs than exist",
         Rule.GPU_COUNT,

@@ -93,6 +93,17 @@ STORIES: tuple[Story, ...] = (
         None,
     ),
     Story(
+        "a job trains, and its spare fits no node",
+        job("Running", ("Unschedulable", f"{POD}: 0/5 nodes are available: 5 Insufficient {GPU}.{PREEMPTION}")),
+        (
+            pod(1, condition("Ready", "True", ""), node="gpu-1", phase="Running"),
+            scheduled(f"5 Insufficient {GPU}"),
+            node(),
+        ),
+        Blocker.INSUFFICIENT_GPUS,
+        f"the gang runs, and a spare waits: {POD} fits no node: {GPU} is used up",
+    ),
+    Story(
         "a job trains with routers that have collapsed",
         job(
             "Running",

@@ -18,6 +18,7 @@ from moejob_api.contract.pods import (
     PodRole,
     RankFault,
     ReportedHeartbeat,
+    RunPhase,
     RunProgress,
     TerminationMessage,
 )
@@ -198,6 +199,10 @@ class World:
             if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
                 self._set_pod_status(pod, phase="Running", ready=False)
 
+    def get_ready(self, index: int) -> None:
+        """The ranks of a pod have sent heartbeats."""
+        self._set_pod_status(self.pod(index), ready=True)
+
     def end_pod(self, index: int, code: int, termination: TerminationMessage | None = None, **more: Any) -> None:
         """A trainer pod ends; `more` goes into its status, `reason` into its container's."""
         reason = more.pop("container_reason", "Completed" if code == 0 else "Error")
@@ -298,14 +303,23 @@ class World:
         saved: int | None = None,
         age: float = 1.0,
         hung_pod: int | None = None,
+        spare_pod: int | None = None,
         restarts: int = 0,
         fault: RankFault | None = None,
         **run: Any,
     ) -> None:
-        """Every running trainer pod answers: the run is at `step`, ranks (of `hung_pod`) were heard `age` s ago."""
+        """Every running trainer pod answers: the run is at `step`, ranks (of `hung_pod`) were heard `age` s ago.
+
+        `spare_pod` answers that it has no place.
+        """
         for pod in self.cluster.pods(PodRole.TRAINER):
             labels = pod["metadata"]["labels"]
             index = int(labels[Label.INDEX])
+            if index == spare_pod:
+                self.cluster.answers[pod["metadata"]["uid"]] = PodProgress(
+                    attempt=int(labels[Label.ATTEMPT]), index=index, phase=RunPhase.SPARE
+                )
+                continue
             metadata = RunProgress(step=step, total_steps=100, last_checkpoint_step=saved, **run)
             self.cluster.answers[pod["metadata"]["uid"]] = PodProgress(
                 attempt=int(labels[Label.ATTEMPT]),

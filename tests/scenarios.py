@@ -112,6 +112,16 @@ def pods_run(world: World) -> None:
     world.run()
 
 
+def pods_start(world: World) -> None:
+    """All pods start, and those that start now have no ranks yet: such as spares."""
+    world.start()
+
+
+def pod_gets_ready(index: int) -> Verb:
+    """The ranks of a pod have sent heartbeats: a spare has taken a place."""
+    return lambda world: world.get_ready(index)
+
+
 def time_passes(seconds: float) -> Verb:
     """Time passes."""
     return lambda world: world.wait(seconds)
@@ -292,7 +302,130 @@ MANY: Mapping[str, Any] = {"parallelism": {"data": 4}}
 FOUR = "0-0 0-1 0-2 0-3"
 FOUR_STARTED = (nothing_happens, Expected("Pending", FOUR, attempt=0, spent=0, why="Starting"))
 
+SPARE: Mapping[str, Any] = {"resources": {"spares": 1}}
+THREE = "0-0 0-1 0-2"
+SPARE_MADE = (pods_run, Expected("Running", THREE, attempt=0, spent=0, why="AllPodsRun", says="0 of 1 spares run"))
+SPARE_WAITS = (pods_start, Expected("Running", THREE, why="AllPodsRun", says="1 of 1 spares run"))
+NO_ROOM = "0/3 nodes are available"
+
 SCENARIOS: tuple[Scenario, ...] = (
+    scenario(
+        "a spare is made beside a gang that runs, and goes once the gang has ended well",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (pod_ends(0, 0), Expected("Running", THREE)),
+        (pod_ends(1, 0), Expected("Succeeded", BOTH, why="Completed")),
+        **SPARE,
+    ),
+    scenario(
+        "a gang runs with its spare while a lost pod is made again, which is the next spare",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (pod_ends(1, 1), Expected("Running", THREE, attempt=0, spent=1, failure="PodFailed")),
+        (all_at_once(pods_start, pod_gets_ready(2)), Expected("Running", THREE, spent=1)),
+        (pod_ends(2, 1), Expected("Running", THREE, attempt=0, spent=2)),
+        (all_at_once(pods_start, pod_gets_ready(1)), Expected("Running", THREE, spent=2)),
+        (all_at_once(pod_ends(0, 0), pod_ends(1, 0)), Expected("Succeeded", "0-0 0-1")),
+        **SPARE,
+    ),
+    scenario(
+        "a spare that is lost when the gang has ended well is no failure",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (
+            all_at_once(pod_ends(0, 0), pod_ends(1, 0), pod_evicted(2)),
+            Expected("Succeeded", attempt=0, spent=0, uncounted=0),
+        ),
+        **SPARE,
+    ),
+    scenario(
+        "a spare on a lost node is made again, and the gang runs on",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (node_lost(2), Expected("Running", THREE, attempt=0, spent=0, uncounted=1, failure="NodeLost")),
+        SPARE_WAITS,
+        lifecycle={"backoffLimit": 0},
+        **SPARE,
+    ),
+    scenario(
+        "a spare that fits no node holds nothing up",
+        STARTED,
+        SPARE_MADE,
+        (
+            pod_unschedulable(2, "Unschedulable", NO_ROOM),
+            Expected("Running", THREE, why="Unschedulable", says="job-trainer-0-00002: 0/3"),
+        ),
+        (pods_report(5), Expected("Running", THREE)),
+        (all_at_once(pod_ends(0, 0), pod_ends(1, 0)), Expected("Succeeded", BOTH)),
+        **SPARE,
+    ),
+    scenario(
+        "pod 0 that fits no node gets the node of a spare",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (pods_report(5, spare_pod=2), Expected("Running", THREE)),
+        (pod_ends(0, 137), Expected("Restarting", THREE, attempt=0, spent=1)),
+        (
+            all_at_once(pod_unschedulable(0, "Unschedulable", NO_ROOM), pods_report(5, spare_pod=2)),
+            Expected("Restarting", BOTH, attempt=0, spent=1, why="Unschedulable"),
+        ),
+        (pods_run, Expected("Running", THREE, attempt=0, spent=1)),
+        (all_at_once(pods_start, pods_report(6, spare_pod=2)), Expected("Running", THREE, attempt=0, spent=1)),
+        **SPARE,
+    ),
+    scenario(
+        "a pod that has taken a place keeps it though pod 0 fits no node",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (pods_report(5), Expected("Running", THREE)),
+        (pod_ends(0, 137), Expected("Restarting", THREE, attempt=0, spent=1)),
+        (
+            all_at_once(pod_unschedulable(0, "Unschedulable", NO_ROOM), pods_report(5)),
+            Expected("Restarting", THREE, attempt=0, spent=1, why="Unschedulable"),
+        ),
+        **SPARE,
+    ),
+    scenario(
+        "a spare has no ranks that could be silent",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (
+            all_at_once(time_passes(700), pods_report(5, spare_pod=2)),
+            Expected("Running", THREE, attempt=0, spent=0),
+        ),
+        (
+            all_at_once(time_passes(700), pods_report(5, age=740, hung_pod=1, spare_pod=2)),
+            Expected("Running", THREE, attempt=0, spent=1, failure="Hung"),
+        ),
+        lifecycle={"progressDeadlineSeconds": 600},
+        **SPARE,
+    ),
+    scenario(
+        "a whole gang that is lost takes its spare with it",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (all_pods_end(1), Expected("Restarting", "1-0 1-1", attempt=1, spent=1)),
+        (pods_run, Expected("Running", "1-0 1-1 1-2", attempt=1, spent=1)),
+        **SPARE,
+    ),
+    scenario(
+        "a job with a spare is suspended and goes on",
+        STARTED,
+        SPARE_MADE,
+        SPARE_WAITS,
+        (lifecycle_patched(suspend=True), Expected("Suspended", "")),
+        (lifecycle_patched(suspend=False), Expected(pods="1-0 1-1", attempt=1)),
+        (pods_run, Expected("Running", "1-0 1-1 1-2")),
+        **SPARE,
+    ),
     scenario(
         "a job runs to its end", STARTED, RUNNING, (all_pods_end(0), Expected("Succeeded", BOTH, why="Completed"))
     ),

@@ -65,6 +65,14 @@ def test_a_plan_counts_engines_and_what_they_run_on(example: str, said: str) -> 
     assert f"  rollout  {said}\n" in moejob("plan", str(EXAMPLES / f"{example}.yaml")).stdout
 
 
+def test_a_plan_counts_the_nodes_and_gpus_of_spares() -> None:
+    said = moejob("plan", str(ACCEPTED), "--set", "resources.spares=1").stdout
+    assert "16 GPUs on 2 nodes" in said
+    assert "  spares   1 further pod with 8 GPUs, together 24 GPUs on 3 nodes\n" in said
+    document = json.loads(moejob("plan", str(ACCEPTED), "--set", "resources.spares=1", "--output", "json").stdout)
+    assert [document["layout"][name] for name in ("gpus", "nodes", "spares")] == [16, 2, 1]
+
+
 PROFILE = """
 apiVersion: moejob.dev/v1beta1
 kind: ClusterMoETrainingProfile

@@ -147,6 +147,16 @@ def test_lines_are_chosen_by_rank_and_node() -> None:
     run_story(story)
 
 
+def test_lines_of_a_rank_are_looked_for_in_every_pod_where_spares_may_have_taken_places() -> None:
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        server.status["layout"]["spares"] = 1
+        spare = await server.add_pod(ServedPod("job-2", "uid-2", index=2))
+        await server.write(spare, "[rank 1] in place of a lost pod")
+        assert texts(await read_all(client, LogSelection(rank=1))) == ["in place of a lost pod"]
+
+    run_story(story)
+
+
 def test_lines_of_the_last_failure_are_chosen() -> None:
     async def story(server: PodLogServer, client: AsyncClient) -> None:
         pods = two_pods()

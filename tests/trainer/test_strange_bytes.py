@@ -128,6 +128,7 @@ def test_the_store_answers_strangers_nothing_and_its_own_within_bounds() -> None
     requests = [
         StoreRequest(operation=Operation.PUT_FIRST, name="round/1/ranks", text="x" * 100).model_dump_json().encode(),
         StoreRequest(operation=Operation.COUNT, name="round/1", number=1).model_dump_json().encode(),
+        StoreRequest(operation=Operation.COUNT_AT_END, name="departed/1").model_dump_json().encode(),
     ]
     frames = [len(request).to_bytes(4, "big") + request for request in requests]
     entries = StoreEntries(limit_bytes=10_000)

@@ -26,7 +26,9 @@ def plan_document(plan: Plan, profile: AppliedProfile | None = None) -> dict[str
     return {
         "accepted": plan.is_accepted,
         "model": _model_fields(plan.shape) if plan.shape else None,
-        "layout": _camel_case_fields(asdict(plan.layout)) if plan.layout else None,
+        "layout": _camel_case_fields(asdict(plan.layout)) | {"spares": plan.spec.resources.spares}
+        if plan.layout
+        else None,
         "memory": _memory_fields(plan),
         "pods": {role.value: _camel_case_fields(asdict(pod)) for role, pod in plan.pod_resources.items()},
         "driver": OLDEST_DRIVER if plan.spec.resources.accelerator is Accelerator.GPU else None,

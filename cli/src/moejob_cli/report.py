@@ -118,6 +118,12 @@ def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
         "pod",
         style="bold",
     )
+    if spares := plan.spec.resources.spares:
+        more = spares * layout.gpus_per_pod
+        yield Text(
+            f"  {'spares':9}{_count_words(spares, 'further pods')} with {_count_words(more, unit)}, together "
+            f"{_count_words(layout.gpus + more, unit)} on {_count_words(layout.nodes + spares, 'nodes')}"
+        )
     yield Text(f"  {'layers':9}{_factor_words(layout.tensor, layout.context, layout.data, layout.pipeline)}")
     folded = plan.spec.parallelism.expert_layout is ExpertLayout.FOLDED
     if layout.expert > 1 or folded:

@@ -65,6 +65,8 @@ class LogFilter:
 
     def _may_have_rank(self, index: int) -> bool:
         ranks_per_pod = self.job.ranks_per_pod
+        if self.job.has_spares:
+            return True
         return ranks_per_pod is None or self.rank is None or self.rank // ranks_per_pod == index
 
 

@@ -67,6 +67,12 @@ class JobView:
         return api_bodies.as_integer(layout.get("gpusPerPod")) or None
 
     @property
+    def has_spares(self) -> bool:
+        """Return whether spares may have taken places: then the index of a pod does not say its ranks."""
+        layout = api_bodies.as_mapping(api_bodies.as_mapping(self.body.get("status")).get("layout"))
+        return bool(api_bodies.as_integer(layout.get("spares")))
+
+    @property
     def is_finished(self) -> bool:
         """Return whether nothing more will happen to it."""
         return self.phase is not None and self.phase.is_finished

@@ -118,7 +118,7 @@ def missing_profile_problem(name: str, namespace: str) -> Problem:
 
 
 def _pod_problems(job_plan: Plan) -> tuple[Problem, ...]:
-    trainers = 0 if job_plan.layout is None else job_plan.layout.nodes
+    trainers = 0 if job_plan.layout is None else job_plan.layout.nodes + job_plan.spec.resources.spares
     # Engines on the trainer's GPUs are in its pods.
     engines = 0 if job_plan.rollout is None or not job_plan.rollout.gpus else job_plan.rollout.engines
     if trainers + engines <= MOST_PODS:

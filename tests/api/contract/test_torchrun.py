@@ -28,6 +28,12 @@ def pod_contract(index: int, nodes: int = 1, ranks: int = 1) -> PodContract:
     )
 
 
+def test_a_spare_says_no_place_for_it_has_none() -> None:
+    spare, member = (torchrun_environment(pod_contract(index, nodes=2)) for index in (2, 1))
+    assert member.keys() - spare.keys() == {"RANK", "PET_NODE_RANK"}
+    assert spare.items() <= torchrun_environment(pod_contract(0, nodes=2)).items()
+
+
 @pytest.mark.parametrize(
     ("index", "nodes", "ranks", "expected"),
     [

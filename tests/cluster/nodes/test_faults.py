@@ -83,6 +83,22 @@ def test_a_pod_that_is_killed_is_replaced_alone(harness: FaultHarness) -> None:
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
 
 
+@in_full
+def test_a_spare_takes_the_place_of_a_pod_that_is_killed(harness: FaultHarness) -> None:
+    def find_spare(*, has_rank: bool) -> GangPod | None:
+        spare = target.find_gang_pods().get(2)
+        return spare if spare is not None and (spare.rank is not None) is has_rank else None
+
+    with harness.run_job(resources={"spares": 1}) as target:
+        waiting = target.await_result(lambda: find_spare(has_rank=False), "the spare")
+        kill_pod(harness.nodes, harness.home.namespace, target.find_gang_pods()[1].name)
+        training = target.await_result(lambda: find_spare(has_rank=True), "ranks of the spare")
+        harness.assert_unharmed(target)
+        status = target.job.read()["status"]
+    assert (training.uid, training.launcher) == (waiting.uid, waiting.launcher)
+    assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
+
+
 def test_a_first_pod_that_is_killed_is_replaced_alone(harness: FaultHarness) -> None:
     with harness.run_job() as target:
         found = harness.check_recovery(

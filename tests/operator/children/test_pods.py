@@ -43,6 +43,24 @@ def test_pods_go_to_nodes_with_gpus_of_their_type(resources: dict[str, Any], sel
         assert world.pod(0, role)["spec"].get("nodeSelector", {}) == selector
 
 
+def test_a_spare_is_a_trainer_pod_with_an_index_beyond_the_gang_and_the_gpus_of_any_other() -> None:
+    world = World()
+    world.apply(resources={"spares": 2})
+    world.settle()
+    assert world.pod_names() == ["0-0", "0-1"]
+    world.run()
+    world.settle()
+    assert world.pod_names() == ["0-0", "0-1", "0-2", "0-3"]
+    containers = [world.pod(index)["spec"]["containers"][0] for index in range(4)]
+    assert all(container["resources"] == containers[0]["resources"] for container in containers)
+    variables = [{variable["name"]: variable.get("value") for variable in one["env"]} for one in containers]
+    places = [(found["MOEJOB_INDEX"], found["MOEJOB_NODES"], found["MOEJOB_SPARES"]) for found in variables]
+    assert places == [("0", "2", "2"), ("1", "2", "2"), ("2", "2", "2"), ("3", "2", "2")]
+    layout = world.status.layout
+    assert layout is not None
+    assert (layout.gpus, layout.nodes, layout.spares) == (4, 2, 2)
+
+
 def test_dev_shm_grows_with_the_gpus_of_each_pod() -> None:
     world = World()
     world.apply(**ENGINES | {"parallelism": {"data": 8}, "resources": {"gpusPerNode": 4}})

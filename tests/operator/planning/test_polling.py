@@ -11,10 +11,10 @@ from moejob_operator.planning.phase_guards import POLL_SECONDS
 from moejob_operator.status.conditions import written_condition
 
 
-def running() -> World:
+def running(**resources: int) -> World:
     """A job of two pods that run and do not answer, asked for the first time."""
     world = World()
-    world.apply()
+    world.apply(resources=resources)
     world.settle()
     world.run()
     world.settle()
@@ -27,6 +27,14 @@ def test_silent_pods_are_asked_when_it_is_time_and_not_at_every_look() -> None:
     for _ in range(5):
         world.reconcile()
     assert world.cluster.questions == 2
+    world.wait(POLL_SECONDS)
+    world.reconcile()
+    assert world.cluster.questions == 4
+
+
+def test_pods_are_asked_though_a_spare_has_no_node() -> None:
+    world = running(spares=1)
+    assert world.pod_names() == ["0-0", "0-1", "0-2"]
     world.wait(POLL_SECONDS)
     world.reconcile()
     assert world.cluster.questions == 4

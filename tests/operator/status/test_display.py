@@ -61,6 +61,7 @@ def test_a_long_load_shows_rising_percentages_and_then_the_steps() -> None:
         pytest.param((loading(0.9), loading(0.2)), "Loading 20 %", id="the slower pod"),
         pytest.param((loading(0.9), phase_text(RunPhase.PREPARING_DATA)), "Preparing data", id="the earlier phase"),
         pytest.param((loading(0.9), "\x1b[2J 3 %"), "Loading 90 %", id="a stranger's words count for nothing"),
+        pytest.param((loading(0.4), phase_text(RunPhase.SPARE)), "Loading 40 %", id="a spare holds up no rank"),
         pytest.param(("dancing", "singing"), "", id="no words that there are"),
         pytest.param((phase_text(RunPhase.STEPPING), phase_text(RunPhase.STEPPING)), "", id="no step is reported yet"),
     ],
@@ -71,11 +72,11 @@ def test_the_rank_that_is_furthest_behind_is_shown(texts: tuple[str, str], expec
     assert column(world) == expected
 
 
-def test_every_phase_has_a_word_but_steps() -> None:
+def test_every_phase_has_a_word_but_steps_and_the_wait_of_a_spare() -> None:
     for phase in RunPhase:
         world = running()
         report_phase(world, phase_text(phase), phase_text(phase))
-        assert bool(column(world)) is (phase is not RunPhase.STEPPING)
+        assert bool(column(world)) is (phase not in (RunPhase.STEPPING, RunPhase.SPARE))
 
 
 @pytest.mark.parametrize("has_ready_engines", [True, False], ids=["ready engines", "an engine that starts again"])

@@ -132,6 +132,7 @@ class Gang:
 
     folder: Path
     nodes: int = 1
+    spares: int = 0
     ranks: int = 2
     attempt: int = 1
     grace: int = 60
@@ -192,6 +193,7 @@ class Gang:
             Environment.ATTEMPT: str(attempt),
             Environment.INDEX: str(index),
             Environment.NODES: str(self.nodes),
+            Environment.SPARES: str(self.spares),
             Environment.RANKS_PER_NODE: str(self.ranks),
             Environment.RENDEZVOUS_HOST: "127.0.0.1",
             Environment.HOST: f"127.0.0.{index + 1}",

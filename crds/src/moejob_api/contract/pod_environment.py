@@ -53,6 +53,8 @@ class PodContract:
     address: PodAddresses
     run_folder: str
     grace_seconds: int
+    # Further trainer pods, whose index is `nodes` and above.
+    spares: int = 0
     # None where the pod reads it from a Secret.
     secret: str | None = field(default=None, repr=False)
 
@@ -60,23 +62,28 @@ class PodContract:
 def contract_environment(contract: PodContract) -> dict[Environment, str]:
     """The variables of a pod."""
     secret_variable = {} if contract.secret is None else {Environment.SECRET: contract.secret}
-    return secret_variable | {
-        Environment.JOB: contract.job,
-        Environment.NAMESPACE: contract.namespace,
-        Environment.UID: contract.uid,
-        Environment.SPEC: spec_text(contract.spec),
-        Environment.ROLE: contract.role.value,
-        Environment.ATTEMPT: str(contract.attempt),
-        Environment.INDEX: str(contract.index),
-        Environment.NODES: str(contract.nodes),
-        Environment.RANKS_PER_NODE: str(contract.ranks),
-        Environment.RENDEZVOUS_HOST: contract.address.rendezvous_host,
-        Environment.HOST: contract.address.host,
-        Environment.RUN_FOLDER: contract.run_folder,
-        Environment.GRACE_SECONDS: str(contract.grace_seconds),
-        Environment.PROGRESS_PORT: str(contract.address.progress_port),
-        Environment.RENDEZVOUS_PORT: str(contract.address.rendezvous_port),
-    }
+    spare_variable = {Environment.SPARES: str(contract.spares)} if contract.spares else {}
+    return (
+        secret_variable
+        | spare_variable
+        | {
+            Environment.JOB: contract.job,
+            Environment.NAMESPACE: contract.namespace,
+            Environment.UID: contract.uid,
+            Environment.SPEC: spec_text(contract.spec),
+            Environment.ROLE: contract.role.value,
+            Environment.ATTEMPT: str(contract.attempt),
+            Environment.INDEX: str(contract.index),
+            Environment.NODES: str(contract.nodes),
+            Environment.RANKS_PER_NODE: str(contract.ranks),
+            Environment.RENDEZVOUS_HOST: contract.address.rendezvous_host,
+            Environment.HOST: contract.address.host,
+            Environment.RUN_FOLDER: contract.run_folder,
+            Environment.GRACE_SECONDS: str(contract.grace_seconds),
+            Environment.PROGRESS_PORT: str(contract.address.progress_port),
+            Environment.RENDEZVOUS_PORT: str(contract.address.rendezvous_port),
+        }
+    )
 
 
 def spec_text(spec: Spec) -> str:

@@ -51,6 +51,8 @@ class Environment(StrEnum):
     ATTEMPT = "MOEJOB_ATTEMPT"
     INDEX = "MOEJOB_INDEX"
     NODES = "MOEJOB_NODES"
+    # Further trainer pods, whose index is beyond the nodes. Absent: none.
+    SPARES = "MOEJOB_SPARES"
     RANKS_PER_NODE = "MOEJOB_RANKS_PER_NODE"
     # Host name of pod 0, where the store of the rendezvous listens.
     RENDEZVOUS_HOST = "MOEJOB_RENDEZVOUS_HOST"
@@ -164,6 +166,8 @@ class RunPhase(StrEnum):
     STEPPING = "stepping"
     FINISHING = "finishing the last save"
     EXPORTING = "exporting and checking the export"
+    # Of a pod without a place in the gang. The last one: it holds up no rank.
+    SPARE = "waiting as a spare"
 
 
 # The share of a phase stands in its text, and so do the ends of engines: an operator of another version refuses a

@@ -29,13 +29,14 @@ class TorchrunVariable(StrEnum):
 
 # Launchers set these for each rank.
 RANK_VARIABLES = ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_OF_PLACE = (TorchrunVariable.RANK, TorchrunVariable.PET_NODE_RANK)
 TORCHRUN_VARIABLES: tuple[str, ...] = (*TorchrunVariable, *RANK_VARIABLES)
 
 
 def torchrun_environment(contract: PodContract) -> dict[str, str]:
     """The variables of a trainer pod."""
     host, port = contract.address.master_host, str(contract.address.master_port)
-    return {
+    variables = {
         TorchrunVariable.MASTER_ADDR.value: host,
         TorchrunVariable.MASTER_PORT.value: port,
         TorchrunVariable.WORLD_SIZE.value: str(contract.nodes * contract.ranks),
@@ -47,3 +48,7 @@ def torchrun_environment(contract: PodContract) -> dict[str, str]:
         TorchrunVariable.PET_MASTER_ADDR.value: host,
         TorchrunVariable.PET_MASTER_PORT.value: port,
     }
+    if contract.index < contract.nodes:
+        return variables
+    # A spare gets its ranks with the place of a lost pod, after its environment was made.
+    return {name: value for name, value in variables.items() if name not in _OF_PLACE}

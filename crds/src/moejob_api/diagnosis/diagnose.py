@@ -8,10 +8,12 @@ was written while it means the same: a status is written when something changed,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 
 from moejob_api import api_bodies
+from moejob_api.contract.names import PodRole
 from moejob_api.diagnosis.blockers import ADVICE, Blocker
 from moejob_api.diagnosis.containers import (
     container_findings,
@@ -153,8 +155,11 @@ def _suspended_job(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _running_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
-    """Yield what threatens a gang that runs. Engines count here: ranks wait for them."""
-    pods = _present_pods(evidence)
+    """Yield what threatens a gang that runs. Engines count here: ranks wait for them. Spares come last."""
+    present_pods = _present_pods(evidence)
+    # A gang runs without a pod of its own only while a spare stands in, and then the pod is the next spare.
+    spares = tuple(pod for pod in present_pods if (pod.role, pod.phase) == (PodRole.TRAINER, "Pending"))
+    pods = tuple(pod for pod in present_pods if pod not in spares)
     running = _written_condition(evidence.job.status, ConditionType.RUNNING)
     yield from container_findings(pods)
     yield from scheduling_findings(pods, evidence.nodes, now)
@@ -167,6 +172,8 @@ def _running_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:
         condition = _written_condition(evidence.job.status, kind)
         if condition is not None and condition.status is ConditionStatus.TRUE:
             yield Finding(blocker, condition.message, _since_of(condition))
+    for finding in (*container_findings(spares), *scheduling_findings(spares, evidence.nodes, now)):
+        yield replace(finding, message=f"the gang runs, and a spare waits: {finding.message}")
 
 
 def _waiting_findings(evidence: Evidence, now: datetime) -> Iterator[Finding]:

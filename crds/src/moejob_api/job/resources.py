@@ -18,6 +18,9 @@ from moejob_api.job.base import (
     TextMap,
 )
 
+# As many pods as may be replaced at once in a gang.
+MOST_SPARES = 64
+
 
 class Accelerator(StrEnum):
     """The device of ranks."""
@@ -125,6 +128,15 @@ class Resources(ApiModel):
     gpus_per_node: Annotated[
         int, Field(ge=1, le=MOST_RANKS_OF_A_POD, description="GPUs of one node; one pod takes a whole node.")
     ] = 8
+    spares: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MOST_SPARES,
+            description="Further trainer pods that hold a node each, with imports done. One takes the place of a lost "
+            "pod at once. `moejob run` starts none.",
+        ),
+    ] = 0
     gpu_resource: Annotated[QualifiedName, Field(description="Extended resource of the GPUs.")] = "nvidia.com/gpu"
     gpu_type: Annotated[
         GpuType | None,

@@ -53,8 +53,9 @@ class Condition(ApiModel):
 class LayoutStatus(ApiModel):
     """The layout that the operator derived from spec.parallelism."""
 
-    gpus: Annotated[Number, Field(description="GPUs of trainer and separate rollout pods.")]
-    nodes: Annotated[Number, Field(description="Trainer pods, one on each node.")]
+    gpus: Annotated[Number, Field(description="GPUs of trainer pods, spares included, and of separate rollout pods.")]
+    nodes: Annotated[Number, Field(description="Trainer pods that train, one on each node.")]
+    spares: Annotated[Number, Field(description="Further trainer pods, one on each node.")] = 0
     gpus_per_pod: Annotated[Number, Field(description="GPUs of one trainer pod.")]
     tensor: Annotated[Number, Field(description="Tensor parallel size.")]
     pipeline: Annotated[Number, Field(description="Pipeline stages.")]

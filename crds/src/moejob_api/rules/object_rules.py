@@ -602,6 +602,24 @@ def _queue_of_gang(spec: Spec) -> Complaint:
     return None
 
 
+def _places_for_spares(spec: Spec) -> Complaint:
+    resources, lifecycle = spec.resources, spec.lifecycle
+    if resources.spares == 0:
+        return None
+    if count_gpus(spec.parallelism) <= resources.gpus_per_node:
+        return (
+            "spares stand in for lost pods beside pods that go on, and this job has a single pod, which holds the "
+            "rendezvous; remove spares, or train on more nodes"
+        )
+    if spec.grpo is not None and spec.grpo.rollout.placement is RolloutPlacement.COLOCATED:
+        return "engines of placement Colocated have the addresses of their pods, which spares lack; use Separate"
+    if lifecycle.gang is GangScheduler.KUEUE or (lifecycle.queue is not None and lifecycle.gang is GangScheduler.AUTO):
+        return "Kueue replaces whole groups of pods only, so a spare would idle; use gang Volcano, or no queue"
+    if resources.topology_key is not None:
+        return "a spare may be outside the domain of topologyKey that the lost pod was in; remove one of the two"
+    return None
+
+
 # --- layout ---------------------------------------------------------------------------------------------------------
 
 
@@ -1105,6 +1123,17 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "[self.lifecycle].all(l, (has(l.queue) || l.gang != 'Kueue') && (!has(l.queue) || l.gang in ['Auto', "
         "'Kueue', 'Volcano']))",
         "gang Kueue needs a queue; only Auto, Kueue and Volcano take one",
+        profile_may_heal=True,
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.resources.spares",
+        _places_for_spares,
+        "!has(self.resources.spares) || self.resources.spares == 0 || ("
+        + _with_gpus("n > self.resources.gpusPerNode")
+        + " && (!has(self.grpo) || self.grpo.rollout.placement != 'Colocated') && self.lifecycle.gang != 'Kueue' && "
+        "(!has(self.lifecycle.queue) || self.lifecycle.gang != 'Auto') && !has(self.resources.topologyKey))",
+        "spares need several trainer pods, and neither Colocated engines, Kueue nor topologyKey",
         profile_may_heal=True,
     ),
     ObjectRule(

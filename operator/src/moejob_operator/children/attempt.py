@@ -80,6 +80,11 @@ class Attempt:
         return self.name
 
     @property
+    def trainer_count(self) -> int:
+        """Pods of the gang, and spares beyond them."""
+        return self.layout.nodes + self.spec.resources.spares
+
+    @property
     def engine_count(self) -> int:
         """Separate rollout pods, one for each engine."""
         if self.rollout is None or self.spec.grpo is None:

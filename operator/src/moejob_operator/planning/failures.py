@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejob_api.contract.pods import ExitCode, PodProgress, PodRole, RankFault, pod_name
+from moejob_api.contract.pods import ExitCode, PodProgress, PodRole, RankFault, RunPhase, pod_name
 from moejob_api.recovery.restarts import (
     LAUNCHER_FIRST_SECONDS,
     Failure,
@@ -103,12 +103,16 @@ def is_on_lost_node(pod: Pod, s: ObservedState) -> bool:
 
 
 def _lost_pods(s: ObservedState) -> Iterator[FailedPod]:
-    _, layout = spec_and_layout(s)
+    spec, layout = spec_and_layout(s)
+    if s.has_gang_succeeded:
+        # A spare that is lost beside it holds nothing up.
+        return
     charged_uids = {entry.index: entry.uid for entry in s.ladder.replacing}
-    for index in range(layout.nodes):
+    for index in range(layout.nodes + spec.resources.spares):
         pod = s.trainers.get(index)
         if pod is None:
-            if s.ladder.gang_was_whole and index not in charged_uids:
+            # A spare is created late, and gives way to pod 0.
+            if index < layout.nodes and s.ladder.gang_was_whole and index not in charged_uids:
                 name = pod_name(s.observation.job.name, PodRole.TRAINER, s.attempt, index)
                 # Another client has deleted the pod: a failed pod would still exist.
                 yield FailedPod(Failure(index, FailureCause.PREEMPTED, message=f"{name} was deleted"), name)
@@ -210,10 +214,10 @@ def _silent_pods(s: ObservedState) -> Iterator[FailedPod]:
     if not s.observation.was_polled or not _is_gang_undisturbed(s):
         return
     # Before the last pod has started, the rendezvous is incomplete and no rank is late.
-    gang_seconds = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
+    gang_seconds = min(seconds_since(pod.started_at, s.now) for pod in _started_pods(s).values())
     if gang_seconds < limit:
         return
-    for index, pod in sorted(s.trainers.items()):
+    for index, pod in sorted(_started_pods(s).items()):
         ranks = _silent_ranks(s.observation.progress.get(pod.uid), limit)
         if ranks:
             ranks_text = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED]) + (
@@ -232,8 +236,13 @@ def _is_gang_undisturbed(s: ObservedState) -> bool:
     charged_uids = {entry.uid for entry in s.ladder.replacing}
     return s.is_gang_running and all(
         pod.phase is PodPhase.RUNNING and not pod.is_terminating and pod.uid not in charged_uids
-        for pod in s.trainers.values()
+        for pod in _started_pods(s).values()
     )
+
+
+def _started_pods(s: ObservedState) -> dict[int, Pod]:
+    """Return pods that have started. Beside a gang that runs, a pending pod is a spare to be."""
+    return {index: pod for index, pod in s.trainers.items() if pod.phase is not PodPhase.PENDING}
 
 
 def _silent_ranks(progress: PodProgress | None, limit: float) -> tuple[int, ...]:
@@ -244,7 +253,7 @@ def _silent_ranks(progress: PodProgress | None, limit: float) -> tuple[int, ...]
 def _is_mute(pod: Pod, s: ObservedState, limit: float) -> bool:
     """Return whether no rank has answered a probe of the kubelet or a poll of ours for that long."""
     progress = s.observation.progress.get(pod.uid)
-    if pod.is_ready or (progress is not None and progress.ranks):
+    if pod.is_ready or (progress is not None and (progress.ranks or progress.phase == RunPhase.SPARE)):
         return False
     return seconds_since(pod.ready_changed_at or pod.started_at, s.now) >= limit
 
@@ -255,7 +264,7 @@ def _restarted_ranks(s: ObservedState) -> Iterator[FailedPod]:
     reported_restarts = count_rank_restarts(s)
     if charged_restarts is None or reported_restarts is None or reported_restarts <= charged_restarts:
         return
-    index, pod = max(s.trainers.items(), key=lambda item: s.observation.progress[item[1].uid].restarts)
+    index, pod = max(_started_pods(s).items(), key=lambda item: s.observation.progress[item[1].uid].restarts)
     yield pod_of_restarted_ranks(index, pod, s.observation.progress[pod.uid].fault)
 
 
@@ -271,6 +280,7 @@ def pod_of_restarted_ranks(index: int, pod: Pod, fault: RankFault | None) -> Fai
 
 def count_rank_restarts(s: ObservedState) -> int | None:
     """Restarts in place of the present pods; None unless every one of them has answered."""
-    if not s.is_gang_running or any(pod.uid not in s.observation.progress for pod in s.trainers.values()):
+    pods = _started_pods(s).values()
+    if not s.is_gang_running or any(pod.uid not in s.observation.progress for pod in pods):
         return None
-    return sum(s.observation.progress[pod.uid].restarts for pod in s.trainers.values())
+    return sum(s.observation.progress[pod.uid].restarts for pod in pods)

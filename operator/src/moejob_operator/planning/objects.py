@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from moejob_api.contract.pods import Label, PodRole
+from moejob_api.contract.pods import Label, PodRole, RunPhase
 from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, ObjectReference
 from moejob_operator.children.attempt import Attempt
 from moejob_operator.children.gangs import pod_group_manifest
@@ -13,7 +13,7 @@ from moejob_operator.children.pods import rollout_pod, trainer_pod
 from moejob_operator.children.shared import claim_manifest, network_policy_manifest, secret_manifest, service_manifest
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.failures import is_on_lost_node, is_without_secret
-from moejob_operator.planning.observed_state import ObservedState, present_attempt
+from moejob_operator.planning.observed_state import ObservedState, present_attempt, spec_and_layout
 from moejob_operator.planning.timestamps import seconds_since, seconds_until
 
 # A manifest takes half a millisecond, in which nothing else runs: a larger gang takes several reconciles.
@@ -43,6 +43,32 @@ def charged_pods(s: ObservedState) -> tuple[Pod, ...]:
     """Pods whose failure has been charged, and whose name the next one needs."""
     uids = {entry.uid for entry in s.ladder.replacing}
     return tuple(pod for pod in s.trainers.values() if pod.uid in uids)
+
+
+def missing_places(s: ObservedState) -> tuple[int, ...]:
+    """Indices of the gang that have no pod."""
+    _, layout = spec_and_layout(s)
+    return tuple(index for index in range(layout.nodes) if index not in s.trainers)
+
+
+def is_waiting_spare(pod: Pod, s: ObservedState) -> bool:
+    """Return whether a pod says in this reconcile that it has no place in the gang."""
+    progress = s.observation.progress.get(pod.uid)
+    return progress is not None and progress.phase == RunPhase.SPARE
+
+
+def needs_room_of_spare(s: ObservedState) -> bool:
+    """Return whether pod 0, whose place no spare takes, fits no node."""
+    first = s.trainers.get(0)
+    return first is not None and first.unschedulable is not None and first.node is None
+
+
+def yielding_spares(s: ObservedState) -> tuple[Pod, ...]:
+    """Return a spare that gives its node to pod 0: without it the gang would wait, and the spare with it."""
+    if not needs_room_of_spare(s):
+        return ()
+    spares = [pod for _, pod in sorted(s.trainers.items()) if is_waiting_spare(pod, s)]
+    return () if any(pod.is_terminating for pod in s.trainers.values()) else tuple(spares[-1:])
 
 
 def spent_engines(s: ObservedState) -> tuple[Pod, ...]:
@@ -109,8 +135,10 @@ def _pods_with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]
 def _missing_trainers(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
     if seconds_until(s.ladder.start_after, s.now) > 0:
         return
-    # A terminating pod keeps its name; once it is gone, it is missing.
-    yield from (Ensure(trainer_pod(attempt, index)) for index in range(attempt.layout.nodes) if index not in s.trainers)
+    # A terminating pod keeps its name; once it is gone, it is missing. A spare takes no room that the gang needs: it
+    # is created beside a gang that runs.
+    count = attempt.trainer_count if s.is_gang_running else attempt.layout.nodes
+    yield from (Ensure(trainer_pod(attempt, index)) for index in range(count) if index not in s.trainers)
 
 
 def _missing_engines(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:

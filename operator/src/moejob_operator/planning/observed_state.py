@@ -44,10 +44,11 @@ class OperatorSetting:
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """One job in one reconcile. Trainers are those of the present attempt, by index.
+    """One job in one reconcile. Trainers are those of the present attempt, by index; spares are beyond the gang.
 
-    Unplanned pods have names of the job and no place in it: their attempt has not begun, or their index is beyond the
-    size of the gang. Another client has created them.
+    Launchers say among themselves which pods have the places of the gang: a pod that was replaced is a spare once
+    another has its place. Unplanned pods have names of the job and no place in it: their attempt has not begun, or
+    their index is beyond gang and spares. Another client has created them.
     """
 
     observation: Observation
@@ -75,23 +76,21 @@ class ObservedState:
 
     @property
     def is_gang_running(self) -> bool:
-        """Return whether every trainer pod runs, or has ended well while others still run."""
-        layout = self.validation.layout
-        return (
-            layout is not None
-            and len(self.trainers) == layout.nodes
-            and all(pod.phase in (PodPhase.RUNNING, PodPhase.SUCCEEDED) for pod in self.trainers.values())
-        )
+        """Return whether as many trainer pods as the gang has run, or have ended well while others still run.
+
+        Pod 0 is among them: a spare takes any other place.
+        """
+        running = {index for index, pod in self.trainers.items() if pod.phase in (PodPhase.RUNNING, PodPhase.SUCCEEDED)}
+        return 0 in running and self._is_as_large_as_gang(len(running))
 
     @property
     def has_gang_succeeded(self) -> bool:
-        """Return whether every trainer pod has ended well."""
+        """Return whether as many trainer pods as the gang has ended well. A spare that waits does not end."""
+        return self._is_as_large_as_gang(sum(pod.phase is PodPhase.SUCCEEDED for pod in self.trainers.values()))
+
+    def _is_as_large_as_gang(self, count: int) -> bool:
         layout = self.validation.layout
-        return (
-            layout is not None
-            and len(self.trainers) == layout.nodes
-            and all(pod.phase is PodPhase.SUCCEEDED for pod in self.trainers.values())
-        )
+        return layout is not None and count >= layout.nodes
 
     @property
     def run_progress(self) -> RunProgress | None:
@@ -120,8 +119,8 @@ def observed_state(
     """Return the state that guards decide on."""
     attempt = _present_attempt_number(observation)
     gang = tuple(pod for pod in observation.pods if pod.role is PodRole.TRAINER)
-    nodes = validation.layout.nodes if validation.layout is not None else 0
-    present = {pod.index: pod for pod in gang if pod.attempt == attempt and pod.index < nodes}
+    count = _trainer_count(observation, validation)
+    present = {pod.index: pod for pod in gang if pod.attempt == attempt and pod.index < count}
     state = ObservedState(
         observation=observation,
         validation=validation,
@@ -136,6 +135,13 @@ def observed_state(
         refusal=refusal,
     )
     return replace(state, restarts=_renew_budget(state))
+
+
+def _trainer_count(observation: Observation, validation: Validation) -> int:
+    """Return the number of trainer pods that the job may have: of the gang, and spares."""
+    spec, layout = observation.job.spec, validation.layout
+    spares = 0 if spec is None else spec.resources.spares
+    return 0 if layout is None else layout.nodes + spares
 
 
 def _present_attempt_number(observation: Observation) -> int:

@@ -13,6 +13,7 @@ from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restart
 from moejob_api.job.storage import Reclaim
 from moejob_api.recovery.state import state_after_report
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, ObjectReference, Severity
+from moejob_operator.observed import PodPhase
 from moejob_operator.planning import objects
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, find_failed_pods, pending_verdict
@@ -235,14 +236,19 @@ def hold_back_gang(s: ObservedState) -> Decision | None:
 
 def ensure_objects(s: ObservedState) -> Decision | None:
     """Create missing objects, and delete pods whose failure has been charged."""
-    _, layout = spec_and_layout(s)
-    deletes = objects.pod_deletions((*objects.charged_pods(s), *objects.spent_engines(s), *s.unplanned_pods), s)
+    leaving_pods = (
+        *objects.charged_pods(s),
+        *objects.spent_engines(s),
+        *objects.yielding_spares(s),
+        *s.unplanned_pods,
+    )
+    deletes = objects.pod_deletions(leaving_pods, s)
     creations = objects.missing_objects(s)
     is_more = len(creations) == objects.CREATED_AT_ONCE and s.refusal is None
     is_restart = s.attempt > 0 or bool(s.ladder.replacing)
     is_running = s.is_gang_running and not objects.charged_pods(s)
     started_trainers = objects.count_created_pods(creations, PodRole.TRAINER)
-    is_whole = len(s.trainers) + (started_trainers if s.refusal is None else 0) == layout.nodes
+    is_whole = (started_trainers if s.refusal is None else 0) >= len(objects.missing_places(s))
     wait_reason = _running_reason(s) if is_running else find_wait_reason(s)
     return Decision(
         Phase.RUNNING if is_running else restarting_or_pending(s),
@@ -344,7 +350,15 @@ def _running_reason(s: ObservedState) -> WaitReason:
     ending = next((pod for _, pod in sorted(s.trainers.items()) if pod.is_terminating), None)
     if ending is not None:
         return WaitReason(Reason.POD_ENDING, f"{ending.name} has been asked to end")
-    return find_engine_wait_reason(s) or WaitReason(Reason.ALL_PODS_RUN, "every trainer pod runs")
+    return find_engine_wait_reason(s) or WaitReason(Reason.ALL_PODS_RUN, f"every trainer pod runs{_spares_text(s)}")
+
+
+def _spares_text(s: ObservedState) -> str:
+    spec, layout = spec_and_layout(s)
+    if spec.resources.spares == 0:
+        return ""
+    running = sum(pod.phase is PodPhase.RUNNING for pod in s.trainers.values())
+    return f"; {max(0, running - layout.nodes)} of {spec.resources.spares} spares run beside them"
 
 
 def _ending_message(s: ObservedState) -> str:
@@ -392,7 +406,8 @@ def _deletion_events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Eve
 
 
 def _poll_seconds(s: ObservedState) -> float:
-    youngest = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
+    started = (pod for pod in s.trainers.values() if pod.phase is not PodPhase.PENDING)
+    youngest = min(seconds_since(pod.started_at, s.now) for pod in started)
     return min([POLL_SECONDS, *(age - youngest for age in POLL_AGES if age > youngest)])
 
 
@@ -402,6 +417,8 @@ def _requeue_seconds(s: ObservedState, *, is_running: bool) -> float | None:
     return shortest_wait(
         seconds_until(s.ladder.start_after, s.now) or None,
         _poll_seconds(s) if is_running else None,
+        # Only a poll tells which pods are spares.
+        ENDING_SECONDS if objects.needs_room_of_spare(s) and len(s.trainers) > 1 else None,
         REFUSED_SECONDS if s.refusal is not None else None,
         ENDING_SECONDS if is_ending else None,
         *engine_waits,

@@ -28,7 +28,8 @@ def pods_to_poll(observation: Observation, last_poll: datetime | None, now: date
     if any((pod.phase is PodPhase.FAILED or pod.is_unheard) and pod.uid not in replaced for pod in gang):
         return running
     youngest = min(seconds_since(pod.started_at, now) for pod in running)
-    if len(running) < len(gang) or (youngest < POLL_AGES[0] and not all(pod.is_ready for pod in running)):
+    nodes = len(gang) if status.layout is None else min(len(gang), status.layout.nodes)
+    if len(running) < nodes or (youngest < POLL_AGES[0] and not all(pod.is_ready for pod in running)):
         return ()
     last_report = None if status.progress is None else parse_time(status.progress.updated_at)
     latest = max((time for time in (last_poll, last_report) if time is not None), default=None)
@@ -46,6 +47,9 @@ def _is_due(elapsed: float, youngest: float) -> bool:
 def _can_be_hung(observation: Observation, running: tuple[Pod, ...], youngest: float) -> bool:
     """Return whether this reconcile would call a silent pod hung."""
     spec = observation.job.spec
-    if spec is None or all(pod.is_ready for pod in running):
+    nodes = None if observation.job.status.layout is None else observation.job.status.layout.nodes
+    ready_count = sum(pod.is_ready for pod in running)
+    # A spare is never ready.
+    if spec is None or ready_count >= min(len(running), nodes or len(running)):
         return False
     return youngest >= spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS

@@ -48,12 +48,14 @@ def gang_report(s: ObservedState) -> GangReport:
     """Return the facts about the present gang on which recovery depends."""
     _, layout = spec_and_layout(s)
     return GangReport(
-        nodes=layout.nodes,
+        # A spare waits for new pods as the others do.
+        nodes=max(layout.nodes, len(s.trainers)),
         succeeded=frozenset(index for index, pod in s.trainers.items() if pod.phase is PodPhase.SUCCEEDED),
         rank_restarts=count_rank_restarts(s),
         is_ready=s.is_gang_running
         and not charged_pods(s)
-        and all(pod.is_ready or pod.phase is PodPhase.SUCCEEDED for pod in s.trainers.values()),
+        # A spare is not ready before it has ranks.
+        and sum(pod.is_ready or pod.phase is PodPhase.SUCCEEDED for pod in s.trainers.values()) >= layout.nodes,
         # Kueue keeps a pod of a group, and so its name, until the whole group has ended.
         can_replace_pods=gang_scheduler(s) is not GangScheduler.KUEUE,
     )

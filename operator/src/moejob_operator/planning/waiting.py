@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moejob_api.contract.pods import engine_ends_text, parse_engine_ends
 from moejob_operator.children.gangs import GangApi, missing_api, volcano_scheduler
-from moejob_operator.observed import ContainerEnd, Pod, VolumeClaimPhase
+from moejob_operator.observed import ContainerEnd, Pod, PodPhase, VolumeClaimPhase
 from moejob_operator.planning.decision import Reason
 from moejob_operator.planning.observed_state import ObservedState, gang_scheduler, spec_and_layout
 from moejob_operator.planning.timestamps import seconds_until
@@ -42,14 +42,15 @@ def find_wait_reason(s: ObservedState) -> WaitReason:
 
 
 def find_engine_wait_reason(s: ObservedState) -> WaitReason | None:
-    """Return the hold-up beside a gang that runs: an object that the API server refused, or that engines wait for.
+    """Return the hold-up beside a gang that runs: an object that was refused, or that engines or spares wait for.
 
     An engine that ends again and again runs for a while in between.
     """
+    pods = (*s.rollouts, *(pod for _, pod in sorted(s.trainers.items()) if pod.phase is PodPhase.PENDING))
     return (
         _refused_creation(s)
-        or _waiting_container(s.rollouts)
-        or _unschedulable_pod(s.rollouts)
+        or _waiting_container(pods)
+        or _unschedulable_pod(pods)
         or _restarted_engine(s.rollouts)
         or _restarted_colocated_engine(s)
     )

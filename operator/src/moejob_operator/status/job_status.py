@@ -80,9 +80,11 @@ def _layout_status(s: ObservedState) -> LayoutStatus | None:
     if sizes is None:
         return s.status.layout
     rollout_gpus = 0 if rollout is None else rollout.gpus
+    spares = 0 if s.observation.job.spec is None else s.observation.job.spec.resources.spares
     return LayoutStatus(
-        gpus=sizes.gpus + rollout_gpus,
+        gpus=sizes.gpus + spares * sizes.gpus_per_pod + rollout_gpus,
         nodes=sizes.nodes,
+        spares=spares,
         gpus_per_pod=sizes.gpus_per_pod,
         tensor=sizes.tensor,
         pipeline=sizes.pipeline,

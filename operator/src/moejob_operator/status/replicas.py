@@ -21,7 +21,9 @@ def replica_statuses(s: ObservedState, decision: Decision) -> tuple[ReplicaStatu
     # Pods that this very step creates need no second write to be counted.
     created = {role: count_created_pods(decision.actions, role) if s.refusal is None else 0 for role in PodRole}
     trainers = () if is_next_attempt else s.trainers.values()
-    gang = _count_replicas(PodRole.TRAINER, sizes.nodes, trainers, created[PodRole.TRAINER])
+    spec = s.observation.job.spec
+    desired = sizes.nodes + (0 if spec is None else spec.resources.spares)
+    gang = _count_replicas(PodRole.TRAINER, desired, trainers, created[PodRole.TRAINER])
     engines = rollout.engines if rollout is not None and rollout.gpus else 0
     statuses = (
         (gang, _count_replicas(PodRole.ROLLOUT, engines, s.rollouts, created[PodRole.ROLLOUT])) if engines else (gang,)

@@ -27,6 +27,7 @@ from moejob_api.contract.pods import (
     engine_ends_text,
     phase_text,
 )
+from moejob_api.contract.torchrun import TorchrunVariable
 from moejob_api.recovery.restarts import FailureCause
 from moejob_trainer.checkpoints import acquire_run_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
@@ -105,7 +106,9 @@ class Agent:
     def __init__(
         self, pod: TrainerPod, options: Options, stop: StopRequest, ranks: RankProcesses, record: LauncherRecord
     ) -> None:
-        self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
+        # The pod in the place that it has: a spare, whose index is beyond the gang, takes the place of a lost pod.
+        self._pod, self._index = pod, pod.index
+        self._target, self._stop, self._ranks = options.target, stop, ranks
         self._record = RoundRecord(record, pod, ranks)
         self._rendezvous = Rendezvous(pod, stop, options.lost_seconds)
         self._board: HeartbeatBoard | None = None
@@ -165,7 +168,7 @@ class Agent:
         phase, phase_seconds, share = self._slowest_phase(heartbeats)
         return PodProgress(
             attempt=self._pod.attempt,
-            index=self._pod.index,
+            index=self._index,
             restarts=self._restarts,
             fault=self._fault,
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
@@ -178,6 +181,8 @@ class Agent:
     def _slowest_phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None, float | None]:
         """Return phase, duration and share of the rank that is furthest behind; without ranks, the launcher's."""
         if self._is_gathering:
+            if self._rendezvous.is_spare and self._launcher_phase is RunPhase.AWAITING_PODS:
+                return RunPhase.SPARE, time.monotonic() - self._launcher_phase_at, None
             return self._launcher_phase, time.monotonic() - self._launcher_phase_at, None
         phases = [row for row in heartbeats if row.phase is not None]
         if len(phases) < len(heartbeats) or not phases:
@@ -214,7 +219,7 @@ class Agent:
         current = self._rendezvous.gather_pods(patience, self._prepare_round)
         if isinstance(current, Ending):
             return ExitReport(launcher_exit_code(current), build_termination(current))
-        report = self._run_round(current, self._launcher_timing(preloaded_at))
+        report = self._run_round(current, self._timing_of_place(current, preloaded_at))
         if report is None:
             self._back_off(self._rendezvous.ending_before(current.number + 1))
         return report
@@ -235,6 +240,15 @@ class Agent:
         self._ranks.reap()
         self._record.add_last_lines()
         self._rendezvous.leave_store()
+
+    def _timing_of_place(self, current: Round, preloaded_at: float) -> LauncherTiming:
+        """Become the pod of the round's place. The time as a spare is no part of a start."""
+        if current.place != self._pod.index:
+            self._pod = self._pod.with_place(current.place)
+            self._record.take_place(self._pod)
+        if self._rendezvous.place_taken_at > preloaded_at:
+            self._gap_began_at = preloaded_at = self._rendezvous.place_taken_at
+        return self._launcher_timing(preloaded_at)
 
     def _launcher_timing(self, preloaded_at: float) -> LauncherTiming:
         """Return this launcher's part of the start timing of the round that begins now."""
@@ -333,6 +347,8 @@ class Agent:
             "WORLD_SIZE": str(pod.world_size),
             "LOCAL_WORLD_SIZE": str(pod.ranks_per_node),
             "GROUP_WORLD_SIZE": str(pod.nodes),
+            # The variable of a spare's pod has another number.
+            **({TorchrunVariable.PET_NODE_RANK.value: str(pod.index)} if pod.spares else {}),
             "MASTER_ADDR": current.master,
             # At MASTER_ADDR a rank 0 that asks for it opens a store of its own; the launcher's is elsewhere.
             "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -31,8 +31,10 @@ class TrainerPod(BaseModel):
     spec: WrittenSpec
     role: Literal[PodRole.TRAINER]
     attempt: Annotated[int, Field(ge=0)]
+    # The place in the gang. An index beyond the gang is a spare's: it has no place until another pod is lost.
     index: Annotated[int, Field(ge=0)]
     nodes: _Count
+    spares: Annotated[int, Field(ge=0)] = 0
     ranks_per_node: _Count
     rendezvous_host: _NonEmpty
     rendezvous_port: _PortNumber
@@ -48,8 +50,11 @@ class TrainerPod(BaseModel):
 
     @model_validator(mode="after")
     def _is_one_of_the_gang(self) -> Self:
-        if self.index >= self.nodes:
-            raise ValueError(f"{Environment.INDEX} is {self.index}, but {Environment.NODES} is {self.nodes}")
+        if self.index >= self.nodes + self.spares:
+            spares_text = f" and {Environment.SPARES} is {self.spares}" if self.spares else ""
+            raise ValueError(
+                f"{Environment.INDEX} is {self.index}, but {Environment.NODES} is {self.nodes}{spares_text}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -65,6 +70,10 @@ class TrainerPod(BaseModel):
                 f"image with both environments, as trainer-colocated is, or set {Environment.ROLLOUT_PYTHON}"
             )
         return self
+
+    def with_place(self, place: int) -> TrainerPod:
+        """Return the pod with the ranks of a place that it has taken."""
+        return self.model_copy(update={"index": place})
 
     @property
     def is_first(self) -> bool:

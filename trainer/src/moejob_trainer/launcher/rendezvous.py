@@ -1,11 +1,14 @@
 """The rendezvous of an attempt's launchers: round by round, all pods or none, in the order of their indices.
 
 A round is one start of all ranks. It begins when every pod has arrived, and ends when a launcher writes its ending; all
-meet again in the next one. A pod takes the place of its index, and no other. (torch's own rendezvous orders
-agents by address as text, compares the clocks of machines and does not know which pod ended a round.) A launcher with
-another attempt or size is turned away, and so is a process whose pod was replaced. The replacement of pod 0 hosts an
-empty store, whose rounds have higher numbers; a launcher that has lost the store before joins that. Knows nothing of
-processes.
+meet again in the next one. A pod takes the place of its index. (torch's own rendezvous orders agents by address as
+text, compares the clocks of machines and does not know which pod ended a round.) A launcher with another attempt or
+size is turned away, and so is a process whose pod was replaced. The replacement of pod 0 hosts an empty store, whose
+rounds have higher numbers; a launcher that has lost the store before joins that. Knows nothing of processes.
+
+A spare has no place. It takes the place of a pod that does not come back, in the round after; a pod that finds its
+place taken is a spare from then on. The first writer of a place has it for the round, so no rank runs twice. Place 0
+belongs to pod 0, which hosts the store.
 """
 
 from __future__ import annotations
@@ -32,19 +35,22 @@ _RETURN_POLL_SECONDS = 0.02
 _RETURN_SECONDS = 5.0
 # Pod 0 that leaves may take this long. A store that answers later has lost nothing but the connection to this pod.
 _LEFT_STORE_SECONDS = 10.0
+# A pod whose end was not noticed has this long to come back to its place before a spare takes it.
+_EMPTY_PLACE_SECONDS = 10.0
 # The pause grows by this for each pod: pod 0 answers all pods, a few hundred times a second.
 _POLL_SECONDS_PER_POD = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One start of all ranks; `number` grows within an attempt, from 0.
+    """One start of all ranks; `number` grows within an attempt, from 0. `place` is this pod's, and decides its ranks.
 
     Ranks of this pod reach the store of the round at `port` of their loopback, whichever pod hosts it. `master` is the
     host of rank 0.
     """
 
     number: int
+    place: int
     port: int
     master: str
 
@@ -67,6 +73,17 @@ class Rendezvous:
         self._has_met_left_store = False
         self._next = self._first = 0
         self._published_checkpoints = 0
+        self._place = pod.index if pod.index < pod.nodes else None
+        # When this pod stopped to be a spare, on the monotonic clock.
+        self.place_taken_at = 0.0
+        self._has_sought_former_place = False
+        # The round in which pods gather, and when this spare saw it first.
+        self._gathering_round: tuple[int, float] | None = None
+
+    @property
+    def is_spare(self) -> bool:
+        """Return whether this pod has no place. May be read from any thread."""
+        return self._place is None
 
     def host_store(self, first_round: int) -> None:
         """Host the store; its rounds count from `first_round`. Other pods join it where they gather."""
@@ -112,6 +129,12 @@ class Rendezvous:
             number = self._arrive_in_round()
             if isinstance(number, Ending):
                 return number
+            if number is None:
+                self._stop.raise_if_requested()
+                self._stop.wait(_POLL_SECONDS)
+                began = time.monotonic()
+                until = None if wait_seconds is None else began + wait_seconds
+                continue
             while self._read_ending(number) is None:
                 if self._opened_store.add_to_counter(_round_key(number, "arrived"), 0) == self._pod.nodes:
                     self._open_for_ranks(number, prepare)
@@ -127,7 +150,7 @@ class Rendezvous:
 
     def find_ending(self, number: int) -> Ending | None:
         """Return the ending of a round, None while it runs. Sends this pod's heartbeat meanwhile."""
-        self._heartbeats.send(self._opened_store, number)
+        self._heartbeats.send(self._opened_store, _round_key(number, f"pulse/{self._place}"))
         ending = self._read_ending(number)
         if ending is None and self._pod.is_first:
             ending = self._end_silent_round(number)
@@ -164,7 +187,7 @@ class Rendezvous:
     def mark_done(self, number: int) -> None:
         """Say that the ranks of this pod have ended well."""
         # Before the count: once all are counted a pod may go, and is not missed.
-        self._opened_store.put_first(_round_key(number, f"done/{self._pod.index}"), self.token)
+        self._opened_store.put_first(_round_key(number, f"done/{self._place}"), self.token)
         self._opened_store.add_to_counter(_round_key(number, "done"))
 
     def are_all_done(self, number: int) -> bool:
@@ -185,37 +208,86 @@ class Rendezvous:
 
     # --- arriving -----------------------------------------------------------------------------------------------------
 
-    def _arrive_in_round(self) -> int | Ending:
-        """Arrive in the first round that has not ended; its number, or the ending of the last one there is."""
+    def _arrive_in_round(self) -> int | Ending | None:
+        """Arrive in the first round that has not ended; its number, or the ending of the last one there is.
+
+        None for a spare while no place is empty.
+        """
         while True:
             last = self._skip_ended_rounds()
             if last is not None:
                 return last
-            number, name = self._next, _round_key(self._next, f"arrived/{self._pod.index}")
-            holder = self._opened_store.put_first(name, self.token)
+            number, place = self._next, self._place if self._place is not None else self._find_place(self._next)
+            if place is None:
+                return None
+            holder = self._opened_store.put_first(_round_key(number, f"arrived/{place}"), self.token)
             if holder == self.token:
-                if self._pod.first_rank == 0:
-                    self._opened_store.put_first(_round_key(number, "master"), self._pod.host)
-                self._opened_store.add_to_counter(_round_key(number, "arrived"))
-                log.info("arrived", round=number, index=self._pod.index)
+                self._take_place(number, place)
                 return number
+            if _token_host(holder) != self._pod.host:
+                if self._place is not None:
+                    log.warning("a spare has taken the place", round=number, index=place, spare=_token_host(holder))
+                self._place = None
+                continue
             # An older process of this pod has arrived here: this one ends that round, and joins the next.
-            origin, message = FailureOrigin(self._pod.index, self.token), f"pod {self._pod.index} has been replaced"
-            ending = ending_without_pod(self._pod.index, origin, message, self.ending_before(number))
+            self._place = place
+            origin, message = FailureOrigin(place, self.token), f"pod {place} has been replaced"
+            ending = ending_without_pod(place, origin, message, self.ending_before(number))
             self.end_round(number, ending.model_copy(update={"pod_was_taken_over": True}))
+
+    def _take_place(self, number: int, place: int) -> None:
+        if self._place is None:
+            self._place, self.place_taken_at = place, time.monotonic()
+        if place == 0:
+            self._opened_store.put_first(_round_key(number, "master"), self._pod.host)
+        self._opened_store.add_to_counter(_round_key(number, "arrived"))
+        log.info("arrived", round=number, index=place)
+
+    def _find_place(self, number: int) -> int | None:
+        """Return the place for this spare in a round: an older process' own, or that of a pod that does not come back.
+
+        None in the first round of an attempt, in which pods come when the cluster has room for them.
+        """
+        store = self._opened_store
+        arrived = store.add_to_counter(_round_key(number, "arrived"), 0)
+        if not self._has_sought_former_place:
+            self._has_sought_former_place = True
+            former = [place for place in range(1, self._pod.nodes) if self._is_held_by_this_host(number, place)]
+            if former:
+                return former[0]
+        if number == 0 or arrived in (0, self._pod.nodes):
+            return None
+        if self._gathering_round is None or self._gathering_round[0] != number:
+            self._gathering_round = number, time.monotonic()
+        is_late = time.monotonic() - self._gathering_round[1] >= _EMPTY_PLACE_SECONDS
+        places = range(1, self._pod.nodes)
+        empty = (place for place in places if store.get(_round_key(number, f"arrived/{place}")) is None)
+        return next((place for place in empty if is_late or self._has_lost_pod(number - 1, place)), None)
+
+    def _is_held_by_this_host(self, number: int, place: int) -> bool:
+        holder = self._opened_store.get(_round_key(number, f"arrived/{place}"))
+        return holder is not None and _token_host(holder) == self._pod.host
+
+    def _has_lost_pod(self, number: int, place: int) -> bool:
+        """Return whether the pod that had a place in a round has left the store, or the round ended without it."""
+        holder = self._opened_store.get(_round_key(number, f"arrived/{place}"))
+        if holder is not None and self._opened_store.add_to_counter(_departure_key(holder), 0) > 0:
+            return True
+        ending = self._read_ending(number) if number >= self._first else None
+        return ending is not None and ending.pod == place and ending.pod_leaves and not ending.pod_was_taken_over
 
     def _skip_ended_rounds(self) -> Ending | None:
         while (ending := self._read_ending(self._next)) is not None:
-            is_replaced = ending.pod_was_taken_over and ending.pod == self._pod.index and ending.token != self.token
+            is_replaced = ending.pod_was_taken_over and ending.pod == self._place and ending.token != self.token
             if is_replaced and self._has_arrived(self._next):
-                raise LostPeers(f"another process has taken the place of pod {self._pod.index}: {ending.token}")
+                raise LostPeers(f"another process has taken the place of pod {self._place}: {ending.token}")
             if ending.is_final:
                 return ending
             self._next += 1
         return None
 
     def _has_arrived(self, number: int) -> bool:
-        return self._opened_store.get(_round_key(number, f"arrived/{self._pod.index}")) == self.token
+        return self._opened_store.get(_round_key(number, f"arrived/{self._place}")) == self.token
 
     def _absent_pods(self, number: int) -> str:
         indices = range(self._pod.nodes)
@@ -259,6 +331,7 @@ class Rendezvous:
         self._next = self._first = int(self._opened_store.get("first round") or 0)
         self._published_checkpoints = 0
         self._heartbeats.forget_counts()
+        self._has_sought_former_place, self._gathering_round = False, None
         self._opened_store.count_at_end(_departure_key(self.token))
 
     # --- rounds -------------------------------------------------------------------------------------------------------
@@ -278,7 +351,9 @@ class Rendezvous:
         master = self._opened_store.get(_round_key(number, "master"))
         if master is None:
             raise AssertionError(f"round {number} was opened before the pod of rank 0 arrived")
-        return Round(number, self._opened_store.reach_ranks(int(port_text)), master)
+        if self._place is None:
+            raise AssertionError(f"a spare without a place met others in round {number}")
+        return Round(number, self._place, self._opened_store.reach_ranks(int(port_text)), master)
 
     def _read_ending(self, number: int) -> Ending | None:
         text = self._opened_store.get(_round_key(number, "end"))
@@ -312,10 +387,10 @@ class _PodHeartbeats:
         """Forget the counts of the round before."""
         self._last_counts = {}
 
-    def send(self, store: LauncherStore, number: int) -> None:
+    def send(self, store: LauncherStore, counter: str) -> None:
         """Count once more, when it is time."""
         if time.monotonic() - self._sent_at >= _HEARTBEAT_SECONDS:
-            store.add_to_counter(_round_key(number, f"pulse/{self._pod.index}"))
+            store.add_to_counter(counter)
             self._sent_at = time.monotonic()
 
     def find_lost_pod(self, store: LauncherStore, number: int) -> tuple[int, str] | None:
@@ -344,6 +419,10 @@ def _has_left_store(store: LauncherStore, number: int, index: int) -> bool:
     token = store.get(_round_key(number, f"arrived/{index}"))
     has_left = token is not None and store.add_to_counter(_departure_key(token), 0) > 0
     return has_left and store.get(_round_key(number, f"done/{index}")) is None
+
+
+def _token_host(token: str) -> str:
+    return token.partition("/")[0]
 
 
 def _departure_key(token: str) -> str:

@@ -34,8 +34,14 @@ class RoundRecord:
     def add_start(self) -> None:
         """Add the beginning of this launcher, with its place."""
         pod = self.pod
-        numbers = tuple(range(pod.first_rank, pod.first_rank + pod.ranks_per_node))
+        last = pod.first_rank + pod.ranks_per_node
+        numbers = () if pod.index >= pod.nodes else tuple(range(pod.first_rank, last))
         self.record.add(RunEventKind.LAUNCHER_STARTED, node=pod.node or None, host=pod.host, ranks=numbers)
+
+    def take_place(self, pod: TrainerPod) -> None:
+        """Add the place that a spare has taken: the newest beginning of a pod says which ranks it has."""
+        self.pod = pod
+        self.add_start()
 
     def add_round(self, number: int, timing: LauncherTiming) -> None:
         """Add the start of all ranks, with the parts of the time before."""
