@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from moejob_api.contract import pods
+from moejob_api.documents.peer_names import peer_names
 from moejob_api.job.fields import FieldKind, JobField, job_fields
 from moejob_api.job.status import ConditionType, Phase
 from moejob_cli.app import app
@@ -62,14 +63,33 @@ def all_pages() -> Iterator[tuple[str, str]]:
 
 
 def _fields_page() -> str:
-    lines = ["# Fields of a MoETrainingJob", "", "`kubectl explain moetrainingjob.spec` prints the same.", ""]
-    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["# Fields of a MoETrainingJob", ""]
+    lines += [
+        "`moejob explain FIELD` and `kubectl explain moetrainingjob.spec` print the same. Each field has an anchor"
+    ]
+    lines += ["of its path: `#spec.training.maxSteps`. Names that other trainers have for a field stand behind it."]
+    section = None
     for path, field in job_fields().walk_fields():
         if path.startswith(("spec", "status")) and field.description:
-            has_default = field.kind is not FieldKind.OBJECT and field.default not in (None, "")
-            default = f"`{field.default}`" if has_default else ""
-            lines.append(f"| `{path}` | {_type_text(field)} | {default} | {_table_cell(field.description)} |")
+            if _section_of(path) != section:
+                section = _section_of(path)
+                lines += ["", f"## {section}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+            lines.append(_field_row(path, field))
     return "\n".join(lines) + "\n"
+
+
+def _section_of(path: str) -> str:
+    """Return the part of spec that a field belongs to, or status."""
+    root, _, rest = path.partition(".")
+    return f"spec.{rest.partition('.')[0].removesuffix('[]')}" if root == "spec" and rest else root
+
+
+def _field_row(path: str, field: JobField) -> str:
+    has_default = field.kind is not FieldKind.OBJECT and field.default not in (None, "")
+    default = f"`{field.default}`" if has_default else ""
+    others = ", ".join(f"`{name}`" for name in peer_names().get(path, ()))
+    meaning = _table_cell(field.description) + (f" Elsewhere: {others}." if others else "")
+    return f'| `{path}` | {_type_text(field)} | {default} | <a id="{path}"></a>{meaning} |'
 
 
 def _type_text(field: JobField) -> str:

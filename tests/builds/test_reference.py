@@ -37,6 +37,17 @@ def test_every_field_of_the_custom_resource_is_there() -> None:
     assert [path for path in fields if f"| `{path}` | " not in PAGES["reference/fields.md"]] == []
 
 
+def test_every_field_has_an_anchor_of_its_own_in_the_section_of_its_part() -> None:
+    page = PAGES["reference/fields.md"]
+    anchors = re.findall(r'<a id="([^"]+)"></a>', page)
+    assert anchors == re.findall(r"^\| `([^`]+)` \| ", page, re.MULTILINE)
+    assert len(anchors) == len(set(anchors)) > 300
+    for section in page.split("\n## ")[1:]:
+        name, *rows = section.splitlines()
+        paths = [row.split("`")[1] for row in rows if row.startswith("| `")]
+        assert [path for path in paths if path != name and not path.startswith((f"{name}.", f"{name}["))] == []
+
+
 def test_no_code_on_a_page_is_empty() -> None:
     assert [path for path, text in PAGES.items() if "``" in text] == []
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from moejob_api.problems import Problem
     from moejob_cli.choosing import LayoutRequest
     from moejob_cli.inputs import PlannedJob
     from moejob_cli.interchange import Conversion
@@ -128,6 +129,7 @@ def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
     except InvalidSpec as error:
         for problem in error.problems:
             typer.echo(f"error: {_add_file_name(file, str(problem))}", err=True)
+        _print_hint(error.problems)
         return CommandExit.UNREADABLE
     for problem in answer.plan.problems:
         typer.echo(f"{file}: {problem}")
@@ -136,6 +138,7 @@ def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
     for reason in unreadable_sources(answer.job.spec):
         typer.echo(f"{file}: not here: {reason}")
     if not answer.plan.is_accepted:
+        _print_hint(answer.plan.problems)
         return CommandExit.REFUSED
     typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
     return CommandExit.ACCEPTED
@@ -144,6 +147,30 @@ def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
 def _add_file_name(file: str, text: str) -> str:
     """Put the file's name in front of a problem that does not contain it."""
     return text if file in text else f"{file}: {text}"
+
+
+@app.command("explain", short_help="Say what a field of a job takes.")
+def explain_field(
+    field: Annotated[
+        str,
+        typer.Argument(metavar="[FIELD]", help="As training.maxSteps; or another trainer's name, as lr."),
+    ] = "spec",
+) -> None:
+    """Say what a field of a job means and takes, its default, and the fields in it; other trainers' names are known."""
+    from moejob_cli import field_docs
+
+    typer.echo(field_docs.explain_field(field))
+
+
+def _print_hint(problems: "Sequence[Problem]") -> None:
+    """Lead from a refusal to the field that it is about."""
+    if not problems:
+        return
+    from moejob_cli.field_docs import explain_hint
+
+    hint = explain_hint(problems)
+    if hint is not None:
+        typer.echo(hint, err=True)
 
 
 @app.command(short_help="Say what a job takes, or why it is refused.")
@@ -228,6 +255,7 @@ def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoRet
         from moejob_cli.report import plan_report
 
         print_report(plan_report(answer, ranks))
+        _print_hint(answer.plan.problems)
     else:
         from moejob_cli.document import plan_document
 
@@ -276,6 +304,7 @@ def _train_here(file: str, run_dir: Path | None, settings: "Sequence[str]") -> i
         from moejob_cli.report import plan_report
 
         print_report(plan_report(answer, all_ranks=False))
+        _print_hint(answer.plan.problems)
         return CommandExit.REFUSED
     from moejob_cli.running import command, display
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
+from moejob_api.documents.peer_names import derived_reason, peer_fields
 from moejob_api.documents.scalars import NotFiniteError, resolve_scalar
 from moejob_api.job import API_VERSIONS, KIND
 from moejob_api.job.fields import FieldKind, JobField, job_fields
@@ -273,12 +274,21 @@ def _unquote_hint(field: JobField, value: str) -> str:
 # --- unknown fields -------------------------------------------------------------------------------------------------
 
 
+def describe_unknown_field(place: Place) -> str:
+    """The complaint about an unknown field, with the field that was probably meant."""
+    return _unknown_field(place)[0]
+
+
 def _unknown_field(place: Place) -> tuple[str, str | None]:
     """Return the complaint about an unknown field, and the path of the field that was meant, when it is beside it."""
     parent, name = _field_at(place[:-1]), str(place[-1])
     complaint = f'unknown field "{_shorten_text(name)}"'
     siblings = tuple(parent.fields) if parent is not None else ()
     nearest_sibling = _nearest_name(name, siblings, cutoff=0.8)
+    if nearest_sibling is None:
+        meant_path, answer = _answer_peer_name(place)
+        if answer is not None:
+            return f"{complaint}; {answer}", meant_path
     other_paths = list(_same_named_fields(name))
     if nearest_sibling is None and other_paths:
         return f"{complaint}; did you mean {' or '.join(other_paths[:3])}?", None
@@ -287,6 +297,18 @@ def _unknown_field(place: Place) -> tuple[str, str | None]:
         return f'{complaint}; did you mean "{nearest_sibling}"?', dotted_path((*place[:-1], nearest_sibling))
     field_names = ", ".join(siblings[:_SHOWN_NAMES]) + (", ..." if len(siblings) > _SHOWN_NAMES else "")
     return f"{complaint}; the fields here are {field_names}" if field_names else f"{complaint}; remove it", None
+
+
+def _answer_peer_name(place: Place) -> tuple[str | None, str | None]:
+    """Return the path that another trainer's name means, when it is one path, and what to say about the name."""
+    name = str(place[-1])
+    paths, reason = peer_fields(name), derived_reason(name)
+    if reason is not None:
+        return None, f"remove it: {reason}"
+    if not paths:
+        return None, None
+    meant_path = paths[0] if len(paths) == 1 else None
+    return meant_path, f"it is {' or '.join(paths)} here"
 
 
 def _same_named_fields(name: str) -> Iterator[str]:
