@@ -75,6 +75,8 @@ class PodLogServer:
         self.mount_path = "/moejob"
         self.image: str | None = None
         self.readers: list[dict[str, Any]] = []
+        # Programs that stand for modules of the image, by `-m`; their only argument is the pod.
+        self.modules: dict[str, str] = {}
         # A connection that breaks has no more of a program's output, and no status.
         self.most_output: int | None = None
         self._version = 1
@@ -193,6 +195,8 @@ class PodLogServer:
         await socket.prepare(request)
         _, *arguments = request.query.getall("command")
         words = [word.replace(f"{self.mount_path}/job", str(self.run_folder)) for word in arguments]
+        if words[0] == "-m" and words[1] in self.modules:
+            words = ["-c", self.modules[words[1]], request.path.split("/")[-2]]
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )

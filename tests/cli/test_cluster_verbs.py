@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from moejob_api.contract.stacks import STACKS_MODULE
 from moejob_cli.cluster_logs import parse_age
 from pod_log_server import NAMESPACE, PodLogServer, ServedPod, serve_pod_logs
 
@@ -22,6 +25,16 @@ Story = Callable[[PodLogServer, RunVerb], Awaitable[None]]
 ESCAPE = "\x1b[2J"
 # Each takes longer to import than all else that a verb does before its first request.
 HEAVY = ("kubernetes", "pydantic", "rich", "moejob_api.job.job", "moejob_api.diagnosis.diagnose")
+
+
+SCREEN = f"""\
+{NAMESPACE}/job  Running  2/10, 4m left
+loss     2          █▁
+speed    3,000      ▁█ tokens/s/GPU
+GPU      41.2 % of peak, 408 TFLOP/s
+memory   61.5 GiB at most, on the fullest rank
+step     2 s, mean of 2; data 25 %
+"""
 
 
 def run_story(folder: Path, story: Story) -> None:
@@ -108,6 +121,136 @@ def test_files_are_copied_and_counted(tmp_path: Path) -> None:
     run_story(tmp_path, story)
 
 
+def test_top_shows_a_screen_once_where_there_is_no_terminal_and_all_numbers_as_json(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        pod = await server.add_pod(ServedPod("job-0", "uid-0"))
+        server.status["display"] = {"step": "2/10", "eta": "4m", "speed": "99"}
+        steps = [
+            {
+                "step": 1,
+                "loss": 3.0,
+                "seconds": 2.0,
+                "tokensPerSecondPerGpu": 1000.0,
+                "mfu": 0.3,
+                "dataWaitSeconds": 1.0,
+            },
+            {
+                "step": 2,
+                "loss": 2.0,
+                "seconds": 2.0,
+                "tokensPerSecondPerGpu": 3000.0,
+                "mfu": 0.412,
+                "tflopsPerGpu": 407.6,
+            },
+        ]
+        steps[1]["peakMemoryBytes"] = 61.5 * 2**30
+        (tmp_path / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        assert await run_verb("top", "job") == (
+            0,
+            SCREEN,
+            "",
+        )
+        code, output, _ = await run_verb("top", "job", "-o", "json")
+        document = json.loads(output)
+        assert (code, document["step"], document["lastStep"]) == (0, "2/10", steps[1])
+        await server.change_pod(pod, "terminated")
+        await server.end_job("Failed")
+        code, output, _ = await run_verb("top", "job")
+        assert (code, output.splitlines()[-1]) == (1, "no pod of it runs, so the step log is not read")
+        assert (server.readers, "speed    99" in output) == ([], True)
+
+    run_story(tmp_path, story)
+
+
+def test_a_broken_step_log_breaks_no_screen(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        lines = [
+            '{"loss": "x", "seconds": null, "mfu": true}',
+            '{"loss": 1e999, "seconds": 0}',
+            f'{{"{ESCAPE}": 1}}',
+            "{",
+        ]
+        (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
+        code, output, errors = await run_verb("top", "job")
+        assert (code, errors, ESCAPE in output) == (0, "", False)
+
+    run_story(tmp_path, story)
+
+
+def test_the_export_of_a_job_is_fetched_where_no_folder_has_its_name(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        target = tmp_path / "model"
+        code, _, errors = await run_verb("export", "job", "--out", str(target))
+        assert (code, errors.startswith("error: job is Running and has no export; ")) == (3, True)
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "config.json").write_text("{}")
+        assert await run_verb("export", "@latest", "--out", str(target)) == (0, f"{target}: 1 files\n", "")
+        code, _, errors = await run_verb("export", "job", "--out", str(target), "--step", "3")
+        assert (code, "has a meaning only for a run folder" in " ".join(errors.split())) == (2, True)
+
+    run_story(tmp_path, story)
+
+
+def test_the_page_of_a_job_is_served_from_a_copy_until_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+
+    async def story(server: PodLogServer, _run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moejob_cli", "open", "job", "--port", "0"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"KUBECONFIG": str(tmp_path / "kubeconfig"), "TMPDIR": str(tmp_path)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        async with aiohttp.ClientSession() as session, session.get(f"{url}api/runs") as answer:
+            [run] = await answer.json()
+        assert (run["name"], run["step"]) == ("job", 1)
+        process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+        assert (process.returncode, errors) == (130, b"")
+
+    run_story(tmp_path, story)
+    assert list(tmp_path.glob("moejob-open-*")) == []
+
+
+def test_a_run_folder_without_files_has_no_page(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        code, _, errors = await run_verb("open", "job", "--port", "0")
+        assert (code, errors) == (3, "error: the run folder of job is empty: no rank has started yet\n")
+
+    run_story(tmp_path, story)
+
+
+def test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1(tmp_path: Path) -> None:
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        pod = await server.add_pod(ServedPod("job-0", "uid-0"))
+        code, output, errors = await run_verb("stacks", "job")
+        assert (code, output, errors) == (
+            1,
+            "[job-0 node-1] its ranks cannot be asked: its image is older than this moejob\n",
+            "",
+        )
+        line = {"rank": 3, "pid": 7, "lines": [f"in {ESCAPE}step"], "problem": ""}
+        server.modules[STACKS_MODULE] = f"print({json.dumps(line)!r})"
+        assert await run_verb("stacks", "@latest") == (0, "[rank 3 node-1]\nin \\x1b[2Jstep\n\n", "")
+        code, output, _ = await run_verb("stacks", "job", "-o", "json")
+        assert (code, json.loads(output)) == (
+            0,
+            {"pod": "job-0", "node": "node-1", **line, "lines": ["in \\x1b[2Jstep"]},
+        )
+        await server.change_pod(pod, "terminated")
+        code, _, errors = await run_verb("stacks", "job")
+        assert (code, errors.startswith("error: no pod of job runs")) == (3, True)
+
+    run_story(tmp_path, story)
+
+
 @pytest.mark.parametrize(
     ("text", "age"),
     [
@@ -136,6 +279,7 @@ def test_options_that_cannot_work_are_refused(arguments: list[str], words: str) 
 
 
 def test_a_verb_waits_for_no_import_that_it_does_not_need() -> None:
-    modules = "moejob_cli.app, moejob_cli.cluster_jobs, moejob_cli.cluster_logs, moejob_cli.cluster_files"
+    modules = "moejob_cli.app, moejob_cli.cluster_jobs, moejob_cli.cluster_logs, moejob_cli.cluster_files, "
+    modules += "moejob_cli.cluster_top, moejob_cli.rank_stacks"
     program = f"import sys, {modules}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"

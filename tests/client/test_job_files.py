@@ -14,6 +14,7 @@ from moejob_client.failures import JobRequestError
 from moejob_client.job_logs import LogSelection
 from moejob_client.job_volume import READER_LABEL
 from moejob_client.jobs import AsyncClient
+from moejob_client.run_mirror import RunMirror
 from pod_log_server import PodLogServer, ServedPod, serve_pod_logs
 
 Story = Callable[[PodLogServer, AsyncClient], Awaitable[None]]
@@ -167,6 +168,64 @@ def test_a_copy_that_cannot_be_made_is_refused(
     run_story(run_folder, story)
 
 
+def test_the_last_steps_are_read_by_a_running_pod_alone(run_folder: Path) -> None:
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        pod = await server.add_pod(ServedPod("job-0", "uid-0"))
+        assert [step["step"] for step in await client.last_steps("job", 5) or ()] == [1, 2]
+        (run_folder / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(5000)))
+        assert [step["step"] for step in await client.last_steps("job", 3) or ()] == [4997, 4998, 4999]
+        await server.change_pod(pod, "terminated")
+        assert await client.last_steps("job", 3) is None
+        assert server.readers == []
+
+    run_story(run_folder, story)
+
+
+def test_an_export_is_fetched_and_its_absence_explained(run_folder: Path, tmp_path: Path) -> None:
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        assert await client.export("job", tmp_path / "model") == 2
+        assert (tmp_path / "model" / "config.json").read_text() == "{}"
+        words = "job is Running and has no export; .* if checkpoint.exportMegatron is true; `moejob cp job checkpoints"
+        with pytest.raises(JobRequestError, match=words):
+            await client.export("job", tmp_path / "other", to_megatron=True)
+        assert not (tmp_path / "other").exists()
+
+    run_story(run_folder, story)
+
+
+def test_a_mirror_has_the_small_files_of_a_run_and_grows_with_them(run_folder: Path, tmp_path: Path) -> None:
+    write_record(run_folder, 1, "first")
+    (run_folder / "spec.json").write_text('{"method": "SFT"}')
+    mirror = RunMirror(tmp_path / "mirror")
+    mirror.folder.mkdir()
+
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        pod = await server.add_pod(ServedPod("job-0", "uid-0"))
+        assert await client.mirror("job", mirror, may_start_pod=False)
+        names = {str(path.relative_to(mirror.folder)) for path in mirror.folder.rglob("*") if path.is_file()}
+        assert names == {
+            *("spec.json", "steps.jsonl", "experts.jsonl"),
+            f"record/{attempt_folder_name(1)}/{pod_record_name(0)}",
+            *("samples/step-2.jsonl", "samples/step-10.jsonl", "samples/eval-step-7.jsonl"),
+        }
+        # A half line that a start cuts, as after a loss of power, and lines in its place.
+        steps = (run_folder / "steps.jsonl").read_text().rpartition("\n")[0] + '\n{"step": 4}\n'
+        (run_folder / "steps.jsonl").write_text(steps)
+        write_record(run_folder, 2, "second")
+        (run_folder / "samples" / "step-11.jsonl").write_text('{"answer": "new"}\n')
+        assert await client.mirror("job", mirror, may_start_pod=False)
+        for name in ("steps.jsonl", "samples/step-11.jsonl", f"record/{attempt_folder_name(2)}/{pod_record_name(0)}"):
+            assert (mirror.folder / name).read_bytes() == (run_folder / name).read_bytes()
+        await server.change_pod(pod, "terminated")
+        assert not await client.mirror("job", mirror, may_start_pod=False)
+        assert server.readers == []
+        assert await client.mirror("job", mirror, may_start_pod=True)
+        assert len(server.readers) == 1
+
+    run_story(run_folder, story)
+
+
 def write_record(folder: Path, attempt: int, word: str) -> None:
     events = [
         RecordEvent(time=1_800_000_000, kind=RunEventKind.LAUNCHER_STARTED, pod=0, node="node-1", ranks=(0, 1)),
@@ -174,7 +233,7 @@ def write_record(folder: Path, attempt: int, word: str) -> None:
         RecordEvent(time=1_800_000_002, kind=RunEventKind.LAST_LINES, pod=0, rank=1, lines=("Traceback", word)),
     ]
     path = folder / "record" / attempt_folder_name(attempt) / pod_record_name(0)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(record_line, events)))
 
 

@@ -551,6 +551,57 @@ def copy_files(
     raise typer.Exit(run_verb(choice, lambda client: copy_files(client, name, path, target)))
 
 
+@app.command("top", short_help="Show speed, memory and time left of a job.")
+def show_job(
+    name: JobArgument,
+    every: Annotated[float, typer.Option("--every", min=0.5, help="Seconds between two looks.")] = 5.0,
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Show step, speed, memory, GPU use and time left of a job on one screen until it ends; -o json prints once."""
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster_top import show_job
+
+    is_json = output is not OutputFormat.TABLE
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: show_job(client, name, every, is_json=is_json)))
+
+
+@app.command("open", short_help="Show a job of the cluster in the browser.")
+def open_job(
+    name: JobArgument,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8265,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Show curves, failures, answers and layout of a job in the browser, from a copy of its files; Ctrl-C ends it."""
+    from moejob_cli.board.cluster_page import open_page
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: open_page(client, name, port)))
+
+
+@app.command("stacks", short_help="Print the Python stacks of all ranks.")
+def print_stacks(
+    name: Annotated[
+        str, typer.Argument(metavar="JOB|RUN", help="A job, @latest the newest; or a run folder.", show_default=False)
+    ],
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Print the Python stacks of all ranks, which continue; ranks with the same stacks together, the fewest first."""
+    from moejob_cli import rank_stacks
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    is_json = output is not OutputFormat.TABLE
+    if Path(name).is_dir():
+        raise typer.Exit(rank_stacks.print_run_stacks(Path(name), is_json=is_json))
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: rank_stacks.print_job_stacks(client, name, is_json=is_json)))
+
+
 @app.command("doctor", short_help="Check what a cluster offers to jobs.")
 def check_cluster(
     output: OutputOption = OutputFormat.TABLE, namespace: NamespaceOption = None, context: ContextOption = None
@@ -694,7 +745,12 @@ def import_model(
 @app.command("export", short_help="Take the model out of a run.")
 def export_model(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not; or of a model.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUN|JOB",
+            help="Folder of a run, finished or not, or of a model; a job of the cluster, @latest the newest.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="New folder for the model.")],
     target: Annotated[ModelFormat, typer.Option("--to", help="The format it gets.")] = ModelFormat.SAFETENSORS,
@@ -717,10 +773,17 @@ def export_model(
         Path | None,
         typer.Option("--base", help="With --merge-adapters: the published weights. Default: the job's model.source."),
     ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
-    """Export a checkpoint of a run as a Hugging Face model or a Megatron checkpoint; the run may be training."""
+    """Export a checkpoint of a run as a Hugging Face model or a Megatron checkpoint; or fetch the export of a job."""
     from moejob_cli.interchange import CheckpointChoice, export_checkpoint, export_to_megatron
+    from moejob_cli.job_names import is_job_name
 
+    if is_job_name(run):
+        chosen_options = {"--step": step, "--dtype": dtype, "--base": base, "--merge-adapters": merge_adapters or None}
+        _refuse_options(run, [name for name, value in chosen_options.items() if value is not None])
+        _fetch_export(str(run), out, target, namespace, context)
     if base is not None and not merge_adapters:
         raise typer.BadParameter("has a meaning only with --merge-adapters", param_hint="--base")
     if step is not None and step != "best" and not (step.isascii() and step.isdigit()):
@@ -728,6 +791,22 @@ def export_model(
     choice = CheckpointChoice(step, merge_adapters, dtype, base)
     export = export_checkpoint if target is ModelFormat.SAFETENSORS else export_to_megatron
     _finish_conversion(export(run, out, choice))
+
+
+def _refuse_options(run: Path, options: "Sequence[str]") -> None:
+    """Refuse options for a folder of this machine where a job is named."""
+    if options:
+        fix = f"{run} is no folder here; copy its checkpoints first: `moejob cp {run} . FOLDER`"
+        raise typer.BadParameter(f"has a meaning only for a run folder, and {fix}", param_hint=options[0])
+
+
+def _fetch_export(name: str, out: Path, target: ModelFormat, namespace: str | None, context: str | None) -> NoReturn:
+    from moejob_cli.cluster_files import fetch_export
+    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+
+    is_megatron = target is ModelFormat.MEGATRON
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: fetch_export(client, name, out, to_megatron=is_megatron)))
 
 
 def _finish_conversion(conversion: "Conversion") -> NoReturn:

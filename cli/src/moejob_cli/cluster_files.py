@@ -54,6 +54,13 @@ async def copy_files(jobs: AsyncClient, name: str, path: str, target: Path) -> C
     return CommandExit.ACCEPTED
 
 
+async def fetch_export(jobs: AsyncClient, name: str, target: Path, *, to_megatron: bool) -> CommandExit:
+    """Copy the exported model of a job, and say how many files it has."""
+    count = await jobs.export(name, target, to_megatron=to_megatron, report=print_notice)
+    typer.echo(f"{target}: {count} files")
+    return CommandExit.ACCEPTED
+
+
 def _sample_lines(sample: Mapping[str, Any]) -> Iterator[str]:
     """Yield the numbers of an answer in a line, then its texts."""
     numbers = (f"{key} {_number_text(value)}" for key, value in sample.items() if isinstance(value, int | float | bool))

@@ -13,6 +13,7 @@ from moejob_client.connection import connect_client
 from moejob_client.job_logs import ALL_LINES, LogSelection
 from moejob_client.job_view import JobEvent, JobView
 from moejob_client.log_lines import LogLine
+from moejob_client.rank_stacks import PodStacks
 
 if TYPE_CHECKING:
     from moejob_api.job import MoETrainingJob
@@ -83,6 +84,14 @@ class Client:
     def copy(self, name: str, path: str, target: Path) -> int:
         """Copy a file or a folder of the run folder into a new folder here."""
         return self._runner.run(self._jobs.copy(name, path, target))
+
+    def export(self, name: str, target: Path, *, to_megatron: bool = False) -> int:
+        """Copy the exported model of a job into a new folder here."""
+        return self._runner.run(self._jobs.export(name, target, to_megatron=to_megatron))
+
+    def stacks(self, name: str) -> Iterator[PodStacks]:
+        """Yield the Python stacks of all ranks, pod by pod; see AsyncClient."""
+        return self._iterate_items(self._jobs.stacks(name))
 
     def check_cluster(self) -> Iterator[CheckFinding]:
         """Yield what the cluster and the rights let jobs of the namespace do, check by check."""

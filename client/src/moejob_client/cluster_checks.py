@@ -71,7 +71,7 @@ _RIGHTS: Mapping[tuple[str, str], tuple[_Right, ...]] = {
     ("submit, suspend, resume, cancel", "edit"): tuple(
         _Right(verb, PLURAL, GROUP) for verb in ("create", "patch", "delete")
     ),
-    ("steps, samples, cp", "edit"): (
+    ("stacks, steps, samples, cp, export, open", "edit"): (
         _Right("create", "pods/exec"),
         _Right("create", "pods"),
         _Right("delete", "pods"),

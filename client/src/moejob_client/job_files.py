@@ -19,6 +19,8 @@ from moejob_client.log_lines import LogLine
 
 _SAMPLE_FILE = re.compile(r"samples/(?P<kind>eval-)?step-(?P<step>[0-9]{1,12})\.jsonl")
 _BILLION = 1_000_000_000
+# Of a line of the step log; mostly it has 600.
+_LONGEST_STEP_BYTES = 4096
 
 
 async def read_steps(volume: JobVolume) -> AsyncGenerator[dict[str, Any]]:
@@ -82,6 +84,26 @@ async def copy_files(volume: JobVolume, path: str, target: Path) -> int:
             member.name = _copied_name(PurePosixPath(member.name), parts)
         _extract_new(archive, target)
         return len(members)
+
+
+async def extract_files(volume: JobVolume, patterns: Sequence[str], folder: Path) -> None:
+    """Write the files that match patterns into a folder, under their names in the run folder."""
+    async with _open_archive(volume, patterns) as archive:
+        try:
+            archive.extractall(folder, filter="data")
+        except (OSError, tarfile.TarError) as error:
+            raise JobRequestError(RequestFailure.REFUSED, f"{folder} cannot be written: {error}") from error
+
+
+async def read_last_steps(volume: JobVolume, count: int) -> list[dict[str, Any]]:
+    """Return the last lines of the step log, the newest last."""
+    content = b""
+    async with aclosing(volume.read_file(RunFile.STEPS, -count * _LONGEST_STEP_BYTES)) as chunks:
+        async for chunk in chunks:
+            content += chunk
+    # The first line may be cut, and the last one is not finished yet.
+    steps = filter(None, map(_parse_object, content.split(b"\n")[:-1]))
+    return list(steps)[-count:]
 
 
 def _copied_name(name: PurePosixPath, path: PurePosixPath) -> str:

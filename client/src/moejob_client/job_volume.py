@@ -54,13 +54,13 @@ if os.path.isdir(folder):
         for name in glob.glob(pattern, recursive=True):
             print(name)
 """
-# The file from a byte on; nothing where it does not exist.
+# The file from a byte on, or that part of its end; nothing where it does not exist.
 _READ_FILE = """
 import os, shutil, sys
 path, offset = sys.argv[1], int(sys.argv[2])
 if os.path.isfile(path):
     with open(path, "rb") as file:
-        file.seek(offset)
+        file.seek(offset if offset >= 0 else max(0, os.path.getsize(path) + offset))
         shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
 """
 
@@ -74,7 +74,7 @@ class JobVolume:
     folder: str
 
     async def read_file(self, name: str, offset: int = 0) -> AsyncGenerator[bytes]:
-        """Yield the bytes of a file from an offset on; none where there is no such file."""
+        """Yield a file from an offset on, a negative one from its end; nothing where there is no such file."""
         async with aclosing(self._run_in_pod(_READ_FILE, [f"{self.folder}/{name}", str(offset)])) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -112,7 +112,7 @@ async def open_volume(
     """Give access to a job's run folder, through a running trainer pod or a reader."""
     spec = api_bodies.as_mapping(job.body.get("spec"))
     storage = api_bodies.as_mapping(spec.get("storage"))
-    running = next((pod for pod in pods if pod.role == PodRole.TRAINER and pod.is_running), None)
+    running = _running_trainer(pods)
     if running is not None:
         mount_path = api_bodies.as_text(storage.get("mountPath")) or _FOLDER
         container = RunningContainer(job.namespace, running.name, running.role)
@@ -130,6 +130,15 @@ async def open_volume(
         # A pod that cannot be deleted now ends by its deadline.
         with suppress(NotFound, Forbidden, Retryable):
             await http.delete(f"{path}/{name}", {"gracePeriodSeconds": 0})
+
+
+def has_running_trainer(pods: Sequence[PodView]) -> bool:
+    """Return whether the run folder can be read without a further pod."""
+    return _running_trainer(pods) is not None
+
+
+def _running_trainer(pods: Sequence[PodView]) -> PodView | None:
+    return next((pod for pod in pods if pod.role == PodRole.TRAINER and pod.is_running), None)
 
 
 def reader_pod(job: JobView, pods: Sequence[PodView]) -> Raw:

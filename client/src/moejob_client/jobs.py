@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
+from moejob_api.contract.names import RunFile
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
 from moejob_client.api_client import ApiClient
 from moejob_client.cluster_checks import CheckFinding, run_checks
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
-from moejob_client.job_files import copy_files, read_record_lines, read_samples, read_steps
+from moejob_client.job_files import copy_files, read_last_steps, read_record_lines, read_samples, read_steps
 from moejob_client.job_logs import ALL_LINES, JobLogs, LogSelection, make_filter
 from moejob_client.job_view import JobEvent, JobView
-from moejob_client.job_volume import JobVolume, open_volume
+from moejob_client.job_volume import JobVolume, has_running_trainer, open_volume
 from moejob_client.log_lines import LogLine
+from moejob_client.pod_logs import PodView
+from moejob_client.rank_stacks import PodStacks, read_pod_stacks
+from moejob_client.run_mirror import RunMirror
 from moejob_client.watching import Collection, ObjectWatch, ReportOutage
 
 if TYPE_CHECKING:
@@ -192,9 +196,57 @@ class AsyncClient:
         async with self._open_volume(await self.get(name), report) as volume:
             return await copy_files(volume, path, target)
 
+    async def export(
+        self, name: str, target: Path, *, to_megatron: bool = False, report: Callable[[str], object] = _ignore_report
+    ) -> int:
+        """Copy the exported model of a job into a new folder here, and return how many files it has."""
+        job = await self.get(name)
+        try:
+            return await self.copy(job.name, RunFile.EXPORT_MEGATRON if to_megatron else RunFile.EXPORT, target, report)
+        except JobRequestError as error:
+            if error.kind is not RequestFailure.NO_FILE:
+                raise
+            field = "checkpoint.exportMegatron" if to_megatron else "checkpoint.export"
+            text = (
+                f"{job.name} is {job.phase or 'New'} and has no export; a run writes one at its end if {field} is true"
+            )
+            fix = "`moejob cp JOB checkpoints FOLDER` copies its checkpoints"
+            raise JobRequestError(RequestFailure.NO_FILE, f"{text}; {fix}") from error
+
+    async def last_steps(self, name: str, count: int) -> list[dict[str, Any]] | None:
+        """Return the last lines of the step log, by a running pod; None where none runs. Never starts a pod."""
+        job = await self.get(name)
+        pods = await self._list_pods(job)
+        if not has_running_trainer(pods):
+            return None
+        async with open_volume(self._http, job, pods, _ignore_report) as volume:
+            return await read_last_steps(volume, count)
+
+    async def mirror(
+        self, name: str, mirror: RunMirror, *, may_start_pod: bool, report: Callable[[str], object] = _ignore_report
+    ) -> bool:
+        """Bring a copy of the run folder up to date; False where no pod runs and none may be started."""
+        job = await self.get(name)
+        pods = await self._list_pods(job)
+        if not may_start_pod and not has_running_trainer(pods):
+            return False
+        async with open_volume(self._http, job, pods, report) as volume:
+            await mirror.refresh(volume)
+        return True
+
+    async def stacks(self, name: str) -> AsyncGenerator[PodStacks]:
+        """Yield the Python stacks of all ranks, pod by pod. No rank stops or fails of it."""
+        job = await self.get(name)
+        async with aclosing(read_pod_stacks(self._http, job, await self._list_pods(job))) as pods:
+            async for pod in pods:
+                yield pod
+
+    async def _list_pods(self, job: JobView) -> tuple[PodView, ...]:
+        return await JobLogs(self._http, make_filter(job, ALL_LINES)).list_pods()
+
     @asynccontextmanager
     async def _open_volume(self, job: JobView, report: Callable[[str], object]) -> AsyncIterator[JobVolume]:
-        pods = await JobLogs(self._http, make_filter(job, ALL_LINES)).list_pods()
+        pods = await self._list_pods(job)
         async with open_volume(self._http, job, pods, report) as volume:
             yield volume
 

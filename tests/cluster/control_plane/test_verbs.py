@@ -23,8 +23,8 @@ from moejob_client.failures import JobRequestError
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 TINY = ROOT / "examples" / "tiny-sft.yaml"
-NAMES = ("get", "watch", "why", "logs", "steps", "samples", "suspend", "resume", "cancel")
-VERBS = (*([verb, "job"] for verb in NAMES), ["cp", "job", "export", "new"])
+NAMES = ("get", "watch", "why", "logs", "steps", "samples", "stacks", "top", "open", "suspend", "resume", "cancel")
+VERBS = (*([verb, "job"] for verb in NAMES), ["cp", "job", "export", "new"], ["export", "job", "--out", "new"])
 SUBMIT = ["submit", str(TINY)]
 ALL = (*VERBS, SUBMIT)
 DOCTOR = ["doctor"]

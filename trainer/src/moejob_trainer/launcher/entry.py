@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from multiprocessing.connection import Connection
 from moejob_api.contract.pods import ExitCode
 from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
 from moejob_trainer.launcher.log import LauncherLog
+from moejob_trainer.launcher.stacks import hold_back_signal, open_stacks
 
 log = LauncherLog()
-
-# A rank that gets it writes the stacks of its threads to standard error, and continues. Python need not run for that.
-STACKS = signal.SIGUSR2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ def enter_rank(rank: RankCommand, output: Connection, errors: Connection) -> Non
 
 def run(target: str) -> int:
     """Run the function of a rank, and return its exit code. What is not installed is missing at the next try, too."""
-    faulthandler.register(STACKS, all_threads=True)
+    open_stacks(int(os.environ["RANK"]))
     module, _, function = target.partition(":")
     try:
         main: Callable[[], int] = getattr(importlib.import_module(module), function)
@@ -69,6 +66,7 @@ def _exec_fresh_interpreter(rank: RankCommand) -> None:
     log.warning("CUDA was used before the fork; the rank does its own imports, which takes longer", rank=rank.number)
     os.environ.pop(WARM, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    hold_back_signal()
     program = f"import sys; from {__name__} import run; sys.exit(run({rank.target!r}))"
     os.execv(sys.executable, [sys.executable, "-X", "faulthandler", "-c", program])  # noqa: S606
 

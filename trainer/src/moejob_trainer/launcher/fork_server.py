@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moejob_trainer.launcher.stacks import inherit_handler
+
 # Modules to import before the first rank is forked, comma separated.
 PRELOAD = "MOEJOB_PRELOAD"
 # The file that names the process that has imported all.
@@ -81,6 +83,7 @@ def _has_driver() -> bool:
 
 if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
+    inherit_handler()
     # Collecting garbage would take a sixth of the import time. Imported objects stay, so ranks skip them, too: that
     # saves half a second each time, and memory, since a visit to an object copies its page.
     gc.disable()

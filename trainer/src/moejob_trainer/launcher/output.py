@@ -91,6 +91,7 @@ class RankOutput:
                 os.set_blocking(reader.fileno(), False)
                 self._selector.register(reader, selectors.EVENT_READ, _Stream(rank, reader, is_errors))
         self._is_ending = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._read_streams, name="output of ranks", daemon=True)
         self._thread.start()
 
@@ -102,6 +103,11 @@ class RankOutput:
     def read_tail(self, rank: int) -> Sequence[str]:
         """Return the last lines of a rank, the newest last."""
         return list(self._tails.get(rank, ()))
+
+    def add_lines(self, rank: int, lines: Sequence[str]) -> None:
+        """Add lines about a rank that it did not print itself."""
+        for line in lines:
+            self._pass_line_on(rank, line.encode(errors="backslashreplace") + b"\n")
 
     def read_to_end(self) -> None:
         """Read the rest once the ranks have ended. It waits 5 s at most: children of ranks may hold the pipes open."""
@@ -132,7 +138,7 @@ class RankOutput:
         stream.unfinished_line += text
         begin = 0
         for end in _LINE_END.finditer(stream.unfinished_line):
-            self._pass_line_on(stream, stream.unfinished_line[begin : end.end()])
+            self._take_line(stream, stream.unfinished_line[begin : end.end()])
             begin = end.end()
         stream.unfinished_line = stream.unfinished_line[begin:]
         if len(stream.unfinished_line) >= _LONGEST_LINE:
@@ -140,21 +146,25 @@ class RankOutput:
 
     def _flush_stream(self, stream: _Stream) -> None:
         if stream.unfinished_line:
-            self._pass_line_on(stream, stream.unfinished_line + b"\n")
+            self._take_line(stream, stream.unfinished_line + b"\n")
             stream.unfinished_line = b""
 
-    def _pass_line_on(self, stream: _Stream, line: bytes) -> None:
+    def _take_line(self, stream: _Stream, line: bytes) -> None:
         if stream.is_errors and line.strip():
             self._last_lines[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
+        self._pass_line_on(stream.rank, line)
+
+    def _pass_line_on(self, rank: int, line: bytes) -> None:
         line = shown_line(line)
-        self._tails[stream.rank].append(line.decode(errors="replace").rstrip("\r\n")[:_LAST_LINE_CHARACTERS])
-        if stream.rank in self._files:
-            self._files[stream.rank].write(line)
-        try:
-            sys.stdout.buffer.write(b"[rank %d] %s" % (stream.rank, line))
-            sys.stdout.buffer.flush()
-        except (OSError, ValueError):
-            return
+        with self._lock:
+            self._tails[rank].append(line.decode(errors="replace").rstrip("\r\n")[:_LAST_LINE_CHARACTERS])
+            if rank in self._files:
+                self._files[rank].write(line)
+            try:
+                sys.stdout.buffer.write(b"[rank %d] %s" % (rank, line))
+                sys.stdout.buffer.flush()
+            except (OSError, ValueError):
+                return
 
     def _close_streams(self) -> None:
         for key in list(self._selector.get_map().values()):

@@ -17,13 +17,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from moejob_trainer.launcher.engine_processes import EngineRefusal, PodEngines
-from moejob_trainer.launcher.entry import STACKS, RankCommand, enter_rank
+from moejob_trainer.launcher.entry import RankCommand, enter_rank
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.orphans import Orphans
 from moejob_trainer.launcher.output import RankOutput
 from moejob_trainer.launcher.preload import Preload
 from moejob_trainer.launcher.ranks_store import RanksStore
+from moejob_trainer.launcher.stacks import RankProcess, read_stacks
 from moejob_trainer.launcher.stop import StopRequest
 
 log = LauncherLog()
@@ -35,7 +36,7 @@ _UNSEEN = 255
 # The kernel closes the files of a process before it calls it ended.
 _DYING_SECONDS = 0.5
 # A rank writes its stacks within milliseconds, or is stopped and never will.
-_STACKS_SECONDS = 0.3
+_STACKS_SECONDS = 1.0
 
 
 class RankProcesses:
@@ -128,15 +129,12 @@ class RankProcesses:
         return () if self._last_output is None else self._last_output.read_tail(rank)
 
     def dump_stacks(self) -> None:
-        """Let every living rank write the stacks of its threads to its standard error, and wait a moment for them.
-
-        For ranks that are killed next: a rank that has not started yet dies of the signal.
-        """
-        for pid in self._pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, STACKS)
-        if self._pids:
-            time.sleep(_STACKS_SECONDS)
+        """Take the stacks of every living rank into its log and its last lines."""
+        if self._output is None:
+            return
+        processes = filter(None, map(RankProcess.find, self._pids.values()))
+        for stacks in read_stacks(processes, _STACKS_SECONDS):
+            self._output.add_lines(stacks.rank, stacks.lines or [f"no stacks: {stacks.problem}"])
 
     def terminate(self) -> None:
         """Ask every rank to save and stop; its own children are its to stop."""
