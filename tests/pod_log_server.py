@@ -138,7 +138,7 @@ class PodLogServer:
         if request.path.endswith("/exec"):
             return await self._run_program(request)
         if request.method == "POST":
-            return await self._create_reader(request)
+            return await self._create_object(request)
         if request.method == "DELETE":
             await self.delete_pod(self.pods[request.path.rpartition("/")[2]])
             return web.json_response({"kind": "Status", "metadata": {}})
@@ -177,6 +177,11 @@ class PodLogServer:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
+
+    async def _create_object(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/moetrainingjobs"):
+            return web.json_response(self.job())
+        return await self._create_reader(request)
 
     async def _create_reader(self, request: web.Request) -> web.Response:
         if self.is_denied:

@@ -606,7 +606,7 @@ def print_stacks(
 def check_cluster(
     output: OutputOption = OutputFormat.TABLE, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Check API server, CRD, rights, storage, GPUs, RDMA and queues for jobs of a namespace; exit 1 for a warning."""
+    """Check API server, CRD, rights, storage, GPUs, drivers, images and queues of a namespace; exit 1: a warning."""
     from moejob_cli import cluster_doctor
     from moejob_cli.cluster_jobs import ClusterChoice, run_verb
 

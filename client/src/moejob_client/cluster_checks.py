@@ -1,17 +1,18 @@
-"""Checks of all that jobs of a namespace need: server, definition, rights, storage, GPUs, networks and queues.
+"""Checks of all that jobs of a namespace need: server, definition, rights, storage, nodes, images and queues.
 
 Each check asks for what any user may ask for, or says that the rights do not let it be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
+from moejob_api.contract.names import Label
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
 from moejob_client.api_client import ApiClient, NotFound
 from moejob_client.errors import Forbidden
@@ -19,6 +20,10 @@ from moejob_client.failures import explained_failures
 
 _GPU = "nvidia.com/gpu"
 _RDMA_WORDS = ("rdma", "hca", "/efa", "roce", "infiniband")
+# GPU feature discovery labels nodes with the driver that they have.
+_DRIVER_LABELS = ("nvidia.com/cuda.driver-version.major", "nvidia.com/cuda.driver.major")
+_PULL_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_SHOWN_NODES = 4
 _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 _SHOWN_FIELDS = 8
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -91,6 +96,7 @@ async def run_checks(http: ApiClient, namespace: str) -> AsyncIterator[CheckFind
     yield await _check_storage(http)
     for finding in await _check_nodes(http):
         yield finding
+    yield await _check_images(http, namespace)
     yield await _check_queues(http, namespace)
 
 
@@ -185,7 +191,102 @@ async def _check_nodes(http: ApiClient) -> list[CheckFinding]:
         fix = "install NVIDIA's device plugin or GPU operator, or train on CPUs with resources.accelerator: CPU"
         finding = CheckFinding("GPUs", CheckResult.WARNING, f"none of {len(nodes)} nodes offers {_GPU}", fix)
     words = f"nodes offer {', '.join(networks)}" if networks else "no node offers RDMA devices; pods use TCP"
-    return [finding, CheckFinding("RDMA", CheckResult.OK, words)]
+    return [finding, *_check_drivers(nodes), CheckFinding("RDMA", CheckResult.OK, words)]
+
+
+def _check_drivers(nodes: Iterable[Raw]) -> Iterator[CheckFinding]:
+    """Yield what the nodes with GPUs say about their drivers; nothing where no node has a GPU."""
+    from moejob_api.hardware import OLDEST_DRIVER  # noqa: PLC0415 it builds models that no other verb waits for
+
+    drivers = {_node_name(node): _driver_version(node) for node in nodes if _has_gpu(node)}
+    if not drivers:
+        return
+    old = {name: version for name, version in drivers.items() if version is not None and version < OLDEST_DRIVER}
+    silent = [name for name, version in drivers.items() if version is None]
+    if old:
+        text = (
+            f"images need NVIDIA's driver {OLDEST_DRIVER} or later; {_node_words(sorted(old))} has {min(old.values())}"
+        )
+        fix = "update it, or keep jobs away from these nodes with resources.nodeSelector"
+        yield CheckFinding("drivers", CheckResult.WARNING, text, fix)
+    elif silent:
+        text = f"{_node_words(silent)} does not report its driver, for GPU feature discovery does not label it"
+        yield CheckFinding("drivers", CheckResult.UNKNOWN, f"{text}; images need driver {OLDEST_DRIVER} or later")
+    else:
+        versions = sorted({version for version in drivers.values() if version is not None})
+        yield CheckFinding("drivers", CheckResult.OK, f"GPU nodes have driver {', '.join(map(str, versions))}")
+
+
+def _has_gpu(node: Raw) -> bool:
+    offer = api_bodies.as_mapping(api_bodies.as_mapping(node.get("status")).get("allocatable"))
+    return bool(api_bodies.as_count(offer.get(_GPU)))
+
+
+def _driver_version(node: Raw) -> int | None:
+    labels = api_bodies.as_mapping(api_bodies.object_metadata(node).get("labels"))
+    return next((version for key in _DRIVER_LABELS if (version := api_bodies.as_count(labels.get(key)))), None)
+
+
+def _node_name(node: Raw) -> str:
+    return api_bodies.as_text(api_bodies.object_metadata(node).get("name"))
+
+
+def _node_words(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NODES} more" if len(names) > _SHOWN_NODES else ""
+    return ", ".join(names[:_SHOWN_NODES]) + more
+
+
+async def _check_images(http: ApiClient, namespace: str) -> CheckFinding:
+    """Check the images of the jobs and of their pods: which cannot be pulled, and which may change under their name."""
+    jobs = await _list_objects(http, f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}")
+    pods = await _list_objects(http, f"/api/v1/namespaces/{namespace}/pods")
+    if jobs is None or pods is None:
+        plural = "pods" if pods is None else PLURAL
+        return CheckFinding("images", CheckResult.UNKNOWN, f"your rights do not let you list {plural}")
+    of_jobs = [pod for pod in pods if api_bodies.find_label(pod, Label.JOB)]
+    for pod in of_jobs:
+        for status in api_bodies.as_mappings(api_bodies.as_mapping(pod.get("status")).get("containerStatuses")):
+            waiting = api_bodies.as_mapping(api_bodies.as_mapping(status.get("state")).get("waiting"))
+            if waiting.get("reason") in _PULL_REASONS:
+                return _pull_finding(pod, status, waiting)
+    images = sorted({*_job_images(jobs), *_pod_images(of_jobs)})
+    if not images:
+        return CheckFinding("images", CheckResult.OK, f"no job of {namespace} names one; the chart's are used")
+    loose = [image for image in images if _is_loose_image(image)]
+    if loose:
+        text = f"{', '.join(loose)} may be another image at the next start of a pod"
+        return CheckFinding("images", CheckResult.WARNING, text, "name a version or a digest in resources.image")
+    return CheckFinding("images", CheckResult.OK, f"each of {len(images)} has a version or a digest; no pull fails now")
+
+
+def _pull_finding(pod: Raw, status: Raw, waiting: Raw) -> CheckFinding:
+    node = api_bodies.as_text(api_bodies.as_mapping(pod.get("spec")).get("nodeName"))
+    reason = api_bodies.as_text(waiting.get("message")) or api_bodies.as_text(waiting.get("reason"))
+    text = f"{node} cannot pull {api_bodies.as_text(status.get('image'))} for {_node_name(pod)}: {reason}"
+    fix = "correct resources.image, or name the registry's Secret in resources.imagePullSecrets"
+    return CheckFinding("images", CheckResult.WARNING, text, fix)
+
+
+def _job_images(jobs: Iterable[Raw]) -> Iterator[str]:
+    for job in jobs:
+        resources = api_bodies.as_mapping(api_bodies.as_mapping(job.get("spec")).get("resources"))
+        for key in ("image", "rolloutImage"):
+            if image := api_bodies.as_text(resources.get(key)):
+                yield image
+
+
+def _pod_images(pods: Iterable[Raw]) -> Iterator[str]:
+    for pod in pods:
+        containers = api_bodies.as_mappings(api_bodies.as_mapping(pod.get("spec")).get("containers"))
+        yield from filter(None, (api_bodies.as_text(container.get("image")) for container in containers))
+
+
+def _is_loose_image(image: str) -> bool:
+    """Return whether a name may stand for another image tomorrow."""
+    name, _, digest = image.partition("@")
+    # A colon in front of a slash is that of a port.
+    tag = name.rpartition("/")[2].partition(":")[2]
+    return not digest and tag in ("", "latest")
 
 
 async def _check_queues(http: ApiClient, namespace: str) -> CheckFinding:
