@@ -22,6 +22,7 @@ HELM_TEST = f"{PLANE}/test_chart.py::test_helm_test_says_what_is_well_and_that_a
 UNINSTALL = f"{PLANE}/test_chart.py::test_without_keep_an_uninstall_takes_jobs_along_and_nothing_sticks"
 KIND = "tests/cluster/nodes/test_kind_demo.py::test_the_demo_for_docker_builds_installs_trains_and_asks_the_model"
 CHART = "tests/chart/test_getting_started.py::test_what_is_installed_can_be_rendered"
+STACKS = "tests/cli/test_cluster_verbs.py::test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1"
 # The first pattern that a command begins with counts. A proof is a test, or `needs` and what no test has.
 PROOFS: dict[str, str] = {
     r"make demo$": DEMO,
@@ -36,6 +37,7 @@ PROOFS: dict[str, str] = {
     r"moejob run ": TINY_RUN,
     r"moejob data ": "tests/trainer/data/test_preview.py::test_the_command_prints_it_marked",
     r"moejob export ": EXPORT,
+    r"moejob stacks ": STACKS,
     r"\.venv/trainer/bin/python examples/ask\.py ": DEMO,
     r"(cp|sed -i) .*job\.yaml$": f"{HERE}::test_the_layout_of_a_copied_example_is_changed_by_a_line",
     r"(grep|kill) .*runs/killed/": f"{HERE}::test_the_process_of_the_last_rank_is_found_in_the_log",

@@ -238,11 +238,11 @@ def test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1(tmp_path: P
         )
         line = {"rank": 3, "pid": 7, "lines": [f"in {ESCAPE}step"], "problem": ""}
         server.modules[STACKS_MODULE] = f"print({json.dumps(line)!r})"
-        assert await run_verb("stacks", "@latest") == (0, "[rank 3 node-1]\nin \\x1b[2Jstep\n\n", "")
+        assert await run_verb("stacks", "@latest") == (0, "[rank 3 node-1]\nin  [2Jstep\n\n", "")
         code, output, _ = await run_verb("stacks", "job", "-o", "json")
         assert (code, json.loads(output)) == (
             0,
-            {"pod": "job-0", "node": "node-1", **line, "lines": ["in \\x1b[2Jstep"]},
+            {"pod": "job-0", "node": "node-1", **line, "lines": ["in  [2Jstep"]},
         )
         await server.change_pod(pod, "terminated")
         code, _, errors = await run_verb("stacks", "job")

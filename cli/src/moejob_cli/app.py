@@ -777,13 +777,14 @@ def export_model(
     context: ContextOption = None,
 ) -> None:
     """Export a checkpoint of a run as a Hugging Face model or a Megatron checkpoint; or fetch the export of a job."""
-    from moejob_cli.interchange import CheckpointChoice, export_checkpoint, export_to_megatron
     from moejob_cli.job_names import is_job_name
 
     if is_job_name(run):
         chosen_options = {"--step": step, "--dtype": dtype, "--base": base, "--merge-adapters": merge_adapters or None}
         _refuse_options(run, [name for name, value in chosen_options.items() if value is not None])
         _fetch_export(str(run), out, target, namespace, context)
+    from moejob_cli.interchange import CheckpointChoice, export_checkpoint, export_to_megatron
+
     if base is not None and not merge_adapters:
         raise typer.BadParameter("has a meaning only with --merge-adapters", param_hint="--base")
     if step is not None and step != "best" and not (step.isascii() and step.isdigit()):

@@ -206,11 +206,11 @@ class AsyncClient:
         except JobRequestError as error:
             if error.kind is not RequestFailure.NO_FILE:
                 raise
-            field = "checkpoint.exportMegatron" if to_megatron else "checkpoint.export"
+            field = "checkpoint.exportMegatron" if to_megatron else "checkpoint.exportHuggingFace"
             text = (
                 f"{job.name} is {job.phase or 'New'} and has no export; a run writes one at its end if {field} is true"
             )
-            fix = "`moejob cp JOB checkpoints FOLDER` copies its checkpoints"
+            fix = f"`moejob cp {job.name} checkpoints FOLDER` copies its checkpoints"
             raise JobRequestError(RequestFailure.NO_FILE, f"{text}; {fix}") from error
 
     async def last_steps(self, name: str, count: int) -> list[dict[str, Any]] | None:
