@@ -74,6 +74,7 @@ class PodLogServer:
         self.run_folder = Path("nowhere")
         self.mount_path = "/moejob"
         self.image: str | None = None
+        self.spares = 0
         self.readers: list[dict[str, Any]] = []
         # Programs that stand for modules of the image, by `-m`; their only argument is the pod.
         self.modules: dict[str, str] = {}
@@ -86,7 +87,7 @@ class PodLogServer:
 
     def job(self) -> dict[str, Any]:
         metadata = {"name": "job", "namespace": NAMESPACE, "uid": "uid-job", "resourceVersion": str(self._version)}
-        spec = {"storage": {"mountPath": self.mount_path}, "resources": {"image": self.image}}
+        spec = {"storage": {"mountPath": self.mount_path}, "resources": {"image": self.image, "spares": self.spares}}
         return {"metadata": metadata, "spec": spec, "status": self.status | {"phase": self.phase}}
 
     async def add_pod(self, pod: ServedPod) -> ServedPod:

@@ -23,10 +23,12 @@ def test_the_rank_that_differs_comes_first_and_equal_ones_are_together() -> None
         PodStacks("job-0", "node-1", (RankStacks(0, 1, WAITS), RankStacks(1, 2, SAME), RankStacks(2, 3, HANGS))),
         PodStacks("job-1", "node-2", (RankStacks(3, 1, SAME), RankStacks(4, 2, (), "it is stopped"))),
         PodStacks("job-2", "node-3", (), "no rank runs in it yet"),
+        PodStacks("spare", "node-4", ()),
     ]
     assert [*stack_lines(pods)] == [
         "[rank 4 node-2] it is stopped",
         "[job-2 node-3] no rank runs in it yet",
+        "[spare node-4] no rank runs in it",
         "[rank 2 node-1]",
         "Thread (most recent call first):",
         HANGS[1],

@@ -74,6 +74,16 @@ def test_a_pod_without_stacks_says_why(program: str | None, problem: str) -> Non
     run_story(story)
 
 
+def test_a_spare_without_ranks_is_no_problem() -> None:
+    async def story(server: PodLogServer, client: AsyncClient) -> None:
+        server.modules[STACKS_MODULE] = ""
+        server.spares = 1
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        assert await read_all(client) == [PodStacks("job-0", "node-1", ())]
+
+    run_story(story)
+
+
 def test_a_broken_connection_to_a_pod_holds_up_none_of_the_others() -> None:
     async def story(server: PodLogServer, client: AsyncClient) -> None:
         server.modules[STACKS_MODULE] = PROGRAM

@@ -69,8 +69,8 @@ def stack_lines(pods: Iterable[PodStacks]) -> Iterator[str]:
     """Yield the stacks with their ranks and pods in front; pods and ranks without stacks come first."""
     groups: dict[tuple[str, ...], list[tuple[RankStacks, PodStacks]]] = {}
     for pod in pods:
-        if pod.problem:
-            yield f"[{pod.pod} {pod.node}] {pod.problem}"
+        if not pod.ranks:
+            yield f"[{pod.pod} {pod.node}] {pod.problem or 'no rank runs in it'}"
         for rank in pod.ranks:
             if rank.problem:
                 yield f"[{_place_text([rank.rank], [pod])}] {rank.problem}"

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from moejob_api import api_bodies
 from moejob_api.contract.names import PodRole
 from moejob_api.contract.stacks import STACKS_MODULE, RankStacks, parse_stacks_line
 from moejob_client.api_client import ApiClient
@@ -66,7 +67,13 @@ async def _read_one_pod(http: ApiClient, job: JobView, pod: PodView, room: async
         if error.kind not in (RequestFailure.NO_SERVER, RequestFailure.NO_JOB):
             raise
         return PodStacks(pod.name, pod.node, (), str(error))
-    return PodStacks(pod.name, pod.node, ranks, "" if ranks else "no rank runs in it yet")
+    return PodStacks(pod.name, pod.node, ranks, "" if ranks or _has_spares(job) else "no rank runs in it yet")
+
+
+def _has_spares(job: JobView) -> bool:
+    """Return whether a pod may wait without ranks for the place of a lost one."""
+    resources = api_bodies.as_mapping(api_bodies.as_mapping(job.body.get("spec")).get("resources"))
+    return bool(api_bodies.as_integer(resources.get("spares")))
 
 
 async def _run_in_pod(http: ApiClient, container: RunningContainer) -> tuple[RankStacks, ...]:
