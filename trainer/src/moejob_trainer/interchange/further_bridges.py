@@ -7,7 +7,9 @@ what Transformers computes, and the name of each tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 _LAYER, _THEIR_LAYER = "decoder.layers.*", "model.layers.*"
@@ -96,7 +98,12 @@ def _mixtral_settings(config: Any) -> Mapping[str, Any]:
 def _qwen2_moe_settings(config: Any) -> Mapping[str, Any]:
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
     has_experts = [layer not in dense and not (layer + 1) % step for layer in range(config.num_hidden_layers)]
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
     return {
+        # Core's other specs give every layer experts.
+        "transformer_layer_spec": partial(
+            specs.get_gpt_decoder_block_spec, use_transformer_engine=find_spec("transformer_engine") is not None
+        ),
         "add_qkv_bias": config.qkv_bias,
         "moe_layer_freq": [int(is_mixture) for is_mixture in has_experts],
         "moe_router_pre_softmax": not config.norm_topk_prob,

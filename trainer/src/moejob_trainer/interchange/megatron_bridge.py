@@ -77,6 +77,9 @@ def adapt_provider(provider: Any, config: PretrainedConfig) -> None:
             provider.yarn_original_max_position_embeddings = rope["original_max_position_embeddings"]
         else:
             provider.position_embedding_type = "rope"
+    if config.model_type == Family.GLM4_MOE:
+        # The bridge counts one shared expert, whatever a config says.
+        provider.moe_shared_expert_intermediate_size = config.n_shared_experts * config.moe_intermediate_size
     if rope["rope_type"] == "default" and hasattr(provider, "rope_type"):
         # Left at yarn, latent attention would compute something else.
         provider.rope_type, provider.rotary_scaling_factor = "rope", 1.0
