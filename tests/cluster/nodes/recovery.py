@@ -68,7 +68,7 @@ def _find_gang_pod(job: SubmittedJob, pod: Any) -> GangPod | None:
     leaders = _find_session_leaders(job.nodes.nodes[node].pids(metadata["uid"]))
     if 1 not in leaders:
         return None
-    ranks = [pid for inside, pid in leaders.items() if inside != 1]
+    ranks = [pid for inside, pid in leaders.items() if inside != 1 and _has_own_output(pid)]
     return GangPod(metadata["name"], metadata["uid"], node, leaders[1], ranks[0] if ranks else None)
 
 
@@ -173,7 +173,7 @@ def _pod_index(pod: Any) -> int:
 
 
 def _find_session_leaders(pids: set[int]) -> dict[int, int]:
-    """The processes of a pod that lead a session, by their number inside: the launcher is 1, each rank leads one."""
+    """The processes of a pod that lead a session, by number inside: the launcher is 1, ranks and stores lead one."""
     leaders = {}
     for pid in pids:
         status = _read_process_status(pid)
@@ -186,6 +186,15 @@ def _find_session_leaders(pids: set[int]) -> dict[int, int]:
         ):
             leaders[int(inside[0])] = pid
     return leaders
+
+
+def _has_own_output(pid: int) -> bool:
+    """Return whether a process writes elsewhere than its parent: ranks do, and the store where they meet does not."""
+    parent = _read_process_status(pid).get("PPid", "")
+    try:
+        return Path(f"/proc/{pid}/fd/1").readlink() != Path(f"/proc/{parent}/fd/1").readlink()
+    except OSError:
+        return False
 
 
 def _read_process_status(pid: int) -> dict[str, str]:
