@@ -86,6 +86,27 @@ def test_every_object_is_one_of_its_name_and_says_whose_it_is(helm: Helm, values
         assert ("namespace" in found["metadata"]) is (found["kind"] not in CLUSTER_SCOPED)
 
 
+@pytest.mark.parametrize("file", ["Chart.yaml", "values.yaml"])
+def test_no_key_of_the_chart_stands_twice(file: str) -> None:
+    """Helm takes the last of two values, and so hides a change of the first."""
+    assert repeated_keys(yaml.compose((CHART / file).read_text(), yaml.SafeLoader)) == []
+
+
+def test_a_key_that_stands_twice_is_seen() -> None:
+    assert repeated_keys(yaml.compose("a: {b: 1, c: [{d: 1, d: 2}]}\na: 2", yaml.SafeLoader)) == ["a", "d"]
+
+
+def repeated_keys(node: yaml.Node | None) -> list[str]:
+    """Return each key that a mapping has twice, in it or in what it holds."""
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        inner = [name for _, value in node.value for name in repeated_keys(value)]
+        return [*sorted({name for name in names if names.count(name) > 1}), *inner]
+    if isinstance(node, yaml.SequenceNode):
+        return [name for item in node.value for name in repeated_keys(item)]
+    return []
+
+
 def test_the_chart_is_of_the_version_that_it_installs() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = (ROOT / "VERSION").read_text().strip()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from charts import CHART, HelmError, Values
 from cluster.control_plane.api import RefusedError
@@ -139,6 +140,33 @@ def test_a_packed_chart_installs_what_the_tree_does_and_serves_jobs(plane: Contr
         with running(home):
             create_job(plane, packed.namespace)
             until(lambda: len(trainers(plane, packed.namespace)) == 2, waiting_for=home.tails)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param({"networkPolicy": {"egress": True, "jobsEgress": True}, "limits": ALLOWED}, id="closed"),
+        pytest.param({"metrics": {"dashboard": {"enabled": True}}, "podLabels": {"a": "b"}}, id="with a dashboard"),
+    ],
+)
+def test_the_api_server_knows_every_field_of_what_is_rendered(
+    plane: ControlPlane, tmp_path: Path, values: Values
+) -> None:
+    with release(plane, tmp_path) as empty:
+        # The pod of `helm test` needs its account first; other tests create both.
+        objects = [found for found in plane.helm.render(values, empty.namespace).objects if found["kind"] != "Pod"]
+        assert len(objects) > 15
+        rendered = yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": objects})
+        assert try_strictly(plane, rendered).count("created (server dry run)") == len(objects)
+        misspelt = rendered.replace("revisionHistoryLimit", "revisionHistoryLimits")
+        with pytest.raises(KubectlError, match='unknown field "revisionHistoryLimits"'):
+            try_strictly(plane, misspelt)
+
+
+def try_strictly(plane: ControlPlane, manifests: str) -> str:
+    """Return what is said of manifests that would be created; a field that the API server does not know is refused."""
+    return plane.kubectl("create", "--dry-run=server", "--validate=strict", "--filename=-", stdin=manifests)
 
 
 def test_an_operator_that_would_serve_the_same_jobs_is_refused(installed: Release, tmp_path: Path) -> None:
