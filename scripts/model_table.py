@@ -16,7 +16,7 @@ from pathlib import Path
 from moejob_api.models.catalog import find_config, shipped_names
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_api.models.trainable import CONVERTED_FAMILIES, MEGATRON_FAMILIES, UNTRAINED_FAMILIES
+from moejob_api.models.trainable import CONVERTED_FAMILIES, MEGATRON_FAMILIES
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- families: start -->\n", "<!-- families: end -->\n"
@@ -37,7 +37,7 @@ SEEN: Mapping[Family, str] = {
 
 
 def table_text() -> str:
-    """Return the table, a row for each family that is trained."""
+    """Return the table, a row for each family."""
     return _HEAD + "".join(_rows())
 
 
@@ -48,8 +48,6 @@ def _rows() -> Iterator[str]:
         if organization != OWN:
             names[shape_of(find_config(name)).family].append(model)
     for family in Family:
-        if family in UNTRAINED_FAMILIES:
-            continue
         marks = ["yes" if family in families else "no" for families in (MEGATRON_FAMILIES, CONVERTED_FAMILIES)]
         cells = [f"`{family}`", ", ".join(names[family]), *marks, SEEN.get(family, "")]
         yield f"| {' | '.join(cells)} |\n"

@@ -129,7 +129,7 @@ def around(*layers: tuple[int, ParameterCounts]) -> ParameterCounts:
             Family.QWEN3_NEXT,
             {},
             around(
-                (4, ParameterCounts(tensor=LINEAR_INPUTS + CONVOLUTION + 2 * 9 + LINEAR_OUTPUT, replicated=4)),
+                (4, ParameterCounts(tensor=LINEAR_INPUTS + 2 * 9 + LINEAR_OUTPUT, replicated=CONVOLUTION + 4)),
                 (1, ParameterCounts(2 * QUERIES + OUTPUT, KEYS_AND_VALUES, HEAD_NORMS)),
             )
             + ParameterCounts(tensor=3 * 24 * 20, replicated=ROUTER + 24, routed=8 * 3 * 24 * 18) * 5,

@@ -284,6 +284,13 @@ LINEAR = ModelShape(
             id="latent attention of an engine on CPUs",
         ),
         pytest.param(
+            LINEAR,
+            {"method": "GRPO"},
+            Rule.ROLLOUT,
+            "no engine was seen to take new weights of qwen3_next's linear attention; use method SFT",
+            id="linear attention of an engine",
+        ),
+        pytest.param(
             LLAMA,
             {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "routingReplay": True}},
             Rule.ROUTING,

@@ -45,6 +45,7 @@ SWITCHES: dict[Family, dict[str, Any]] = {
     Family.LLAMA: {"attention_bias": True, "mlp_bias": True},
     Family.QWEN3: {"attention_bias": True},
     Family.QWEN3_MOE: {"attention_bias": True, "decoder_sparse_step": 2},
+    Family.QWEN3_NEXT: {"attention_bias": True},
     Family.DEEPSEEK_V2: {"q_lora_rank": None},
     Family.DEEPSEEK_V3: {"attention_bias": True},
     Family.GLM4_MOE: {"attention_bias": True, "use_qk_norm": True},
@@ -84,7 +85,11 @@ def layer_weights(layer: Any, values: dict[str, Any]) -> dict[str, Tensor]:
         "mlp_norm.weight": layer.post_attention_layernorm.weight,
     }
     attend = latent if "kv_lora_rank" in values else grouped
-    found |= {f"attention.{name}": weight for name, weight in attend(layer.self_attn, values).items()}
+    if hasattr(layer, "linear_attn"):
+        attention = delta_rule(layer.linear_attn, values)
+    else:
+        attention = attend(layer.self_attn, values)
+    found |= {f"attention.{name}": weight for name, weight in attention.items()}
     mlp = layer.mlp
     if not hasattr(mlp, "experts"):
         return found | {f"mlp.{name}": weight for name, weight in gated(mlp).items()}
@@ -96,14 +101,15 @@ def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     queries, keys, hidden = attention.q_proj, attention.k_proj, values["hidden_size"]
     values_ = attention.v_proj
     found = {
-        "query.weight": queries.weight.unflatten(0, (heads, dim)),
+        # With a gate, each head has twice the rows.
+        "query.weight": queries.weight.unflatten(0, (heads, -1)),
         "key_value.weight": torch.stack(
             [keys.weight.unflatten(0, (groups, dim)), values_.weight.unflatten(0, (groups, dim))], dim=1
         ),
         "output.weight": attention.o_proj.weight.reshape(hidden, heads, dim),
     }
     if queries.bias is not None:
-        found["query.bias"] = queries.bias.unflatten(0, (heads, dim))
+        found["query.bias"] = queries.bias.unflatten(0, (heads, -1))
         found["key_value.bias"] = torch.stack(
             [keys.bias.unflatten(0, (groups, dim)), values_.bias.unflatten(0, (groups, dim))], dim=1
         )
@@ -114,6 +120,19 @@ def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
         is_joint = values["model_type"] in {"olmoe", "minimax_m2"}
         found |= {name: norm.unflatten(0, (-1, dim)) if is_joint else norm for name, norm in norms.items()}
     return found | ({"sinks": attention.sinks} if hasattr(attention, "sinks") else {})
+
+
+def delta_rule(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    keys, heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
+    return {
+        "state_input.weight": attention.in_proj_qkvz.weight.unflatten(0, (keys, -1)),
+        "state_rates.weight": attention.in_proj_ba.weight.unflatten(0, (keys, -1)),
+        "convolution": attention.conv1d.weight,
+        "decay_log": attention.A_log,
+        "decay_bias": attention.dt_bias,
+        "state_norm.weight": attention.norm.weight,
+        "state_output.weight": attention.out_proj.weight.unflatten(1, (heads, -1)),
+    }
 
 
 def latent(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:

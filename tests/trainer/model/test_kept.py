@@ -47,6 +47,7 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, tuple[Family, int]] = {
     "experts": (Family.QWEN3_MOE, 0),
     "experts beside a shared one": (Family.DEEPSEEK_V3, -1),
+    "linear attention": (Family.QWEN3_NEXT, 0),
     "a dense layer": (Family.LLAMA, 0),
     "a dense layer with compressed keys": (Family.DEEPSEEK_V3, 0),
 }

@@ -19,7 +19,7 @@ from moejob_api.models.parameters import ParameterCounts, model_weights, total_p
 from moejob_api.models.shape import Family, GroupedAttention, ModelShape
 
 REPLICATED = re.compile(
-    r"norm|\.(gate|router|q_a_proj|kv_a_proj_with_mqa|shared_expert_gate)\.(weight|bias)$|\.(o_proj|down_proj)\.bias$"
+    r"norm|conv1d|\.(gate|router|q_a_proj|kv_a_proj_with_mqa|shared_expert_gate)\.(weight|bias)$|\.(o_proj|down_proj)\.bias$"
 )
 
 

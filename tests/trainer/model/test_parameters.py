@@ -19,10 +19,7 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.parameters import ParameterCounts, model_weights, mtp_weights
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
-from moejob_api.problems import InvalidSpec
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices, model_parameters
-
-TRAINED = [family for family in Family if family is not Family.QWEN3_NEXT]
 
 
 def declared(shape: ModelShape) -> ParameterCounts:
@@ -48,13 +45,13 @@ def padded(values: dict[str, Any]) -> ModelShape:
     return replace(shape_of(values), vocabulary=3 * VOCABULARY_MULTIPLE)
 
 
-@pytest.mark.parametrize(("family", "changes"), [pytest.param(*odd[1:], id=odd[0]) for odd in ODD if odd[1] in TRAINED])
+@pytest.mark.parametrize(("family", "changes"), [pytest.param(*odd[1:], id=odd[0]) for odd in ODD])
 def test_an_odd_model_has_as_many_parameters_as_are_counted(family: Family, changes: dict[str, Any]) -> None:
     shape = padded(config(family, **changes))
     assert declared(shape) == model_weights(shape) + mtp_weights(shape)
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", list(Family))
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_model_has_as_many_parameters_as_are_counted(family: Family, data: st.DataObject) -> None:
@@ -62,15 +59,10 @@ def test_any_model_has_as_many_parameters_as_are_counted(family: Family, data: s
     assert declared(shape) == model_weights(shape) + mtp_weights(shape)
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.shipped_names() if "Next" not in name])
+@pytest.mark.parametrize("name", catalog.shipped_names())
 def test_every_parameter_of_a_shipped_model_has_a_name_of_its_own(name: str) -> None:
     names = [parameter.name for parameter in model_parameters(shape_of(dict(catalog.find_config(name) or {})))]
     assert len(names) == len(set(names))
-
-
-def test_a_model_with_linear_attention_is_refused() -> None:
-    with pytest.raises(InvalidSpec, match="Qwen3-Next"):
-        model_parameters(shape_of(config(Family.QWEN3_NEXT)))
 
 
 def test_the_vocabulary_is_padded_alike_in_every_layout() -> None:

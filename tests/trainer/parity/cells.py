@@ -84,6 +84,14 @@ _SIGMOID: dict[str, Any] = {
 MODELS: dict[Family, dict[str, Any]] = {
     Family.MIXTRAL: _GROUPED,
     Family.QWEN3_MOE: _GROUPED | {"norm_topk_prob": True},
+    # Three value heads share a key head, and the third layer alone has softmax attention.
+    Family.QWEN3_NEXT: _GROUPED
+    | {
+        "full_attention_interval": 3,
+        "partial_rotary_factor": 0.6,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 18,
+    },
     Family.QWEN2_MOE: _GROUPED | {"decoder_sparse_step": 2},
     Family.DEEPSEEK_V2: _GROUPED | {"num_key_value_heads": 8, "first_k_dense_replace": 1},
     Family.DEEPSEEK_V3: _GROUPED | _SIGMOID | {"num_key_value_heads": 8},
@@ -254,7 +262,8 @@ def reference_model(family: Family, **changes: Any) -> PreTrainedModel:
 
 
 def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
-    plain = [p for name, p in model.named_parameters() if "norm" in name or "bias" in name or "sinks" in name]
+    parts = ("norm", "bias", "sinks", "A_log")
+    plain = [parameter for name, parameter in model.named_parameters() if any(part in name for part in parts)]
     plain_ids = {id(parameter) for parameter in plain}
     decayed = [parameter for parameter in model.parameters() if id(parameter) not in plain_ids]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]

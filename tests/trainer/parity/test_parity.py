@@ -87,8 +87,11 @@ IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
 NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2)
+# The state of linear attention passes through the whole row.
+WITHOUT_CONTEXT = [layout for layout in LAYOUTS if "CP" not in layout]
 ALWAYS = [
     *product(NEWER, DIVIDED),
+    *((Family.QWEN3_NEXT, layout) for layout in ("TP2", "PP2.VPP2", "EP2", "DP2", "ETP2 folded", "TP2.PP2.EP2")),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
     *((Family.DEEPSEEK_V3, layout) for layout in (*DIVIDED, "TP2.PP2.EP2")),
     *((Family.MIXTRAL, layout) for layout in DIVIDED),
@@ -129,6 +132,7 @@ def test_one_rank_trains_what_transformers_trains(
     make_rows(
         [
             *product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS, [""]),
+            *product((Family.QWEN3_NEXT,), WITHOUT_CONTEXT, [""]),
             *product(sorted(MEGATRON_FAMILIES), LAYOUTS, ["Megatron"]),
         ],
         [*((*row, "") for row in ALWAYS), *((*row, "Megatron") for row in ALWAYS_MEGATRON)],

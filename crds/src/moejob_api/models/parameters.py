@@ -200,9 +200,10 @@ def _linear_attention_weights(hidden: int, attention: LinearAttention) -> Parame
     values = attention.value_heads * attention.value_dim
     # Queries are as wide as keys, the gate as values; decay and update strength are one number a value head each.
     inputs = hidden * (2 * keys + 2 * values + 2 * attention.value_heads)
+    # Channels of all queries, then of all keys, then of all values: no cut of them is a cut of heads.
     convolution = attention.convolution_width * (2 * keys + values)
     decay = 2 * attention.value_heads
-    return ParameterCounts(tensor=inputs + convolution + decay + values * hidden, replicated=attention.value_dim)
+    return ParameterCounts(tensor=inputs + decay + values * hidden, replicated=convolution + attention.value_dim)
 
 
 def _expert_weights(hidden: int, experts: Experts) -> ParameterCounts:

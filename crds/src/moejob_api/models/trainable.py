@@ -1,7 +1,6 @@
 """The features that this version trains, as data: plan, webhook and trainer read the same tables.
 
-A model family may be planned with (its shape is known) and still not be trained. What one job's settings exclude of one
-another is in rules/; here is what no job can have at all.
+What one job's settings exclude of one another is in rules/; here is what no job can have at all.
 """
 
 from __future__ import annotations
@@ -10,10 +9,6 @@ from collections.abc import Mapping
 
 from moejob_api.models.shape import Family
 
-# Families whose shape is read and whose layers are not all there, each with what is missing.
-UNTRAINED_FAMILIES: Mapping[Family, str] = {
-    Family.QWEN3_NEXT: "Qwen3-Next needs layers of the gated delta rule, and the trainer has none",
-}
 # Families that Megatron's own models compute as Transformers does: measured in float32, in every way of dividing them.
 MEGATRON_FAMILIES = frozenset(
     {Family.LLAMA, Family.QWEN2, Family.QWEN3, Family.MIXTRAL, Family.QWEN2_MOE, Family.QWEN3_MOE, Family.GLM4_MOE}
@@ -47,7 +42,7 @@ CONVERTED_FAMILIES = frozenset(
 )
 # The reason for each of the others.
 UNCONVERTED_FAMILIES: Mapping[Family, str] = {
-    Family.QWEN3_NEXT: "the trainer has no layers of Qwen3-Next",
+    Family.QWEN3_NEXT: "Megatron's names for layers of the gated delta rule were not measured",
     Family.OLMOE: "Megatron-Bridge's names of OLMoE were not compared with Transformers",
     Family.MINIMAX_M2: "Megatron-Bridge's names of MiniMax-M2 were not compared with Transformers",
     Family.ERNIE4_5_MOE: "Megatron-Bridge configures ERNIE-4.5 with sigmoid scores, and its model has softmax",

@@ -14,26 +14,17 @@ from moejob_api.models.shape import (
     Attention,
     DenseMLP,
     Experts,
-    Family,
     GroupedAttention,
     LatentAttention,
     LinearAttention,
     ModelShape,
 )
-from moejob_api.models.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
+from moejob_api.models.trainable import UNADAPTED_EXPERTS
 from moejob_api.problems import Problem, Rule
 
 
 def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
     """Every way in which the spec does not suit the model."""
-    if shape.family in UNTRAINED_FAMILIES:
-        families = ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)
-        yield Problem(
-            Rule.MODEL_FAMILY,
-            "spec.model.source",
-            f"{UNTRAINED_FAMILIES[shape.family]}; use a model whose model_type is one of {families}, or add them as "
-            "docs/add-a-model.md says",
-        )
     yield from _layer_problems(spec, shape)
     for attention in shape.attention_kinds():
         yield from _head_problems(spec, attention)

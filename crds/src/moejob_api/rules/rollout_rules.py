@@ -9,7 +9,7 @@ from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo, RolloutPlacement
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.shape import Experts, Family, GroupedAttention, LatentAttention, ModelShape
+from moejob_api.models.shape import Experts, Family, GroupedAttention, LatentAttention, LinearAttention, ModelShape
 from moejob_api.models.trainable import CPU_ENGINE_COLUMNS, CPU_ENGINE_HEADS, CPU_ENGINE_LATENT
 from moejob_api.problems import Problem, Rule
 
@@ -63,6 +63,14 @@ def _divided_sizes(shape: ModelShape) -> Iterator[tuple[int, str]]:
 
 def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
     tensor = grpo.rollout.tensor
+    if any(isinstance(attention, LinearAttention) for attention in shape.attention_kinds()):
+        # vLLM's build for CPUs computes it in bfloat16 alone, and packs its convolution once, at the start.
+        yield Problem(
+            Rule.ROLLOUT,
+            "spec.model.source",
+            f"no engine was seen to take new weights of {shape.family}'s linear attention; use method SFT, or another "
+            "model",
+        )
     for size, what in _divided_sizes(shape):
         if size % tensor:
             fitting = max(d for d in divisors(size) if d <= tensor)

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from moejob_api.models.reader import model_error
 from moejob_api.models.shape import Family, ModelShape
-from moejob_api.problems import Rule
 from moejob_trainer.conversion.tensor_table import ExpertStacking, TensorPiece, TensorRule, pieces_of_rule
 from moejob_trainer.model.parameters import Parameter, model_parameters
 
@@ -55,6 +53,15 @@ _LATENT_ATTENTION = (
     TensorRule("attention.key_value_up.weight", "n d r", "self_attn.kv_b_proj.weight", "(n d) r"),
     TensorRule("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
     TensorRule("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
+)
+_DELTA_RULE = (
+    TensorRule("attention.state_input.weight", "g d h", "linear_attn.in_proj_qkvz.weight", "(g d) h"),
+    TensorRule("attention.state_rates.weight", "g d h", "linear_attn.in_proj_ba.weight", "(g d) h"),
+    TensorRule("attention.convolution", "c o w", "linear_attn.conv1d.weight", "c o w"),
+    TensorRule("attention.decay_log", "n", "linear_attn.A_log", "n"),
+    TensorRule("attention.decay_bias", "n", "linear_attn.dt_bias", "n"),
+    TensorRule("attention.state_norm.weight", "d", "linear_attn.norm.weight", "d"),
+    TensorRule("attention.state_output.weight", "h n d", "linear_attn.out_proj.weight", "h (n d)"),
 )
 _MTP = (
     TensorRule("mtp.embedding_norm.weight", "h", "enorm.weight", "h"),
@@ -121,6 +128,7 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.MIXTRAL: (*_DENSE, *_MIXTRAL),
     Family.QWEN2_MOE: (*_DENSE, *_EXPERTS, *_GATED_SHARED),
     Family.QWEN3_MOE: (*_DENSE, *_EXPERTS),
+    Family.QWEN3_NEXT: (*_DENSE, *_DELTA_RULE, *_EXPERTS, *_GATED_SHARED),
     Family.DEEPSEEK_V2: _DEEPSEEK,
     Family.DEEPSEEK_V3: (*_DEEPSEEK, *_MTP),
     Family.GLM4_MOE: (*_DENSE, *_DEEPSEEK_EXPERTS, *_MTP),
@@ -170,10 +178,7 @@ class TensorTable:
 
 
 def build_tensor_table(shape: ModelShape, stacking: ExpertStacking | None = None) -> TensorTable:
-    """Build the table of a model, with single experts or stacks of them; InvalidSpec for a family without a table."""
-    if shape.family not in ROWS:
-        families = ", ".join(ROWS)
-        raise model_error(Rule.MODEL_FAMILY, f"weights of {shape.family} cannot be converted; use one of {families}")
+    """Build the table of a model, with single experts or stacks of them."""
     declared = model_parameters(shape)
     all_pieces = tuple(piece for parameter in declared for piece in _pieces_of_parameter(shape, parameter, stacking))
     return TensorTable(shape, declared, all_pieces, tuple(_tensor_copies(shape)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moejob_api.models.reader import WHERE
+from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_trainer.conversion.checkpoint import join_names, unusable_checkpoint
 from moejob_trainer.conversion.families import TensorCopy, TensorTable
@@ -186,6 +187,9 @@ def _advice_on_missing(missing: set[str], table: TensorTable) -> str:
 
 def _left_out_tensors(checkpoint: TensorSource, table: TensorTable) -> set[str]:
     """Return the tensors of MTP modules that this model does not have; other layers beyond the last are a mistake."""
+    if table.shape.family is Family.QWEN3_NEXT:
+        # Published beside the model, and in no config.json; Transformers leaves them out too.
+        return {name for name in checkpoint.tensors if name.startswith("mtp.")}
     if table.shape.mtp_layers:
         return set()
     modules = {

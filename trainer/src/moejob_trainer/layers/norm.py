@@ -27,12 +27,14 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a weight of its own."""
+    """`rms_norm` with a weight of its own, which a zero-centred norm keeps as the distance from one."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, zero_centred: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
+        self.eps, self.zero_centred = eps, zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        # Added in float32: beside a one, bfloat16 would lose most of a small weight.
+        weight = at_least_float32(self.weight) + 1.0 if self.zero_centred else self.weight
+        return rms_norm(x, weight, self.eps)

@@ -226,9 +226,9 @@ def is_counted_here(parameter: nn.Parameter, groups: Groups) -> bool:
 
 
 def is_decayed(name: str) -> bool:
-    """Return whether weight decay applies: not to norms, biases and sinks."""
+    """Return whether weight decay applies: not to norms, biases, sinks and decays."""
     owner, _, last = name.rpartition(".")
-    return not (last == "bias" or last.endswith("_bias") or last == "sinks" or owner.endswith("norm"))
+    return not (last == "bias" or last.endswith("_bias") or last in {"sinks", "decay_log"} or owner.endswith("norm"))
 
 
 def choose_host_shards(sizes: Sequence[int], share: float) -> frozenset[int]:

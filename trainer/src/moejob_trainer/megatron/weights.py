@@ -14,7 +14,14 @@ from moejob_trainer.conversion.loading import PublishedCheckpoint, import_weight
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.shares import find_sharding, gather_whole_tensor, local_shards
 from moejob_trainer.model.adapters import Adapter, initialise_factor, is_adapter
-from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
+from moejob_trainer.model.parameters import (
+    Coordinates,
+    Parameter,
+    Slices,
+    is_zero_centred,
+    local_shape,
+    local_slices,
+)
 from moejob_trainer.model.stage import ModelStage, WeightPart
 from moejob_trainer.runtime.heartbeats import ShareCounter, ShareReport, ignore_share
 
@@ -211,6 +218,8 @@ def initialise_weights(
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
                 values = _initial_values(parameter, seed + number, device)
+                if stages[0].model.zero_centred_norms and is_zero_centred(parameter.name):
+                    values.zero_()
                 for part, tensor in named[parameter.name]:
                     _set_local_part(tensor, values[part_slices(part, parameter, place)])
 
@@ -230,7 +239,11 @@ def _initial_values(parameter: Parameter, seed: int, device: torch.device) -> Te
     owner, _, last = parameter.name.rpartition(".")
     if owner.endswith("norm"):
         return torch.ones(parameter.shape, device=device)
+    if last == "decay_bias":
+        return torch.ones(parameter.shape, device=device)
     if last == "bias" or last.endswith("_bias"):
         return torch.zeros(parameter.shape, device=device)
     generator = torch.Generator(device).manual_seed(seed)
+    if last == "decay_log":
+        return torch.empty(parameter.shape, device=device).uniform_(0.01, 16, generator=generator).log()
     return torch.randn(parameter.shape, generator=generator, device=device) * 0.02

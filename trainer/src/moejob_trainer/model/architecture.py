@@ -16,7 +16,7 @@ from moejob_api.derived import trained_shape
 from moejob_api.job.job import Spec
 from moejob_api.models.families import shape_of
 from moejob_api.models.reader import model_error
-from moejob_api.models.shape import Family, LatentAttention, ModelShape
+from moejob_api.models.shape import Family, GroupedAttention, LatentAttention, ModelShape
 from moejob_api.problems import Rule
 from moejob_trainer.layers.rotary import (
     LinearScaling,
@@ -41,6 +41,8 @@ class Architecture:
     attention_scale: float
     # gpt-oss clamps the gate and adds one to the other half.
     gate_limit: float | None = None
+    # Qwen3-Next keeps the weights of its norms as their distance from one.
+    zero_centred_norms: bool = False
 
 
 def read_architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
@@ -54,6 +56,7 @@ def read_architecture(config: Mapping[str, Any], origin: str = "config.json") ->
         routing=_make_routing(shape, hf_config),
         attention_scale=_attention_scale(shape, hf_config),
         gate_limit=getattr(hf_config, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
+        zero_centred_norms=shape.family is Family.QWEN3_NEXT,
     )
 
 
@@ -70,17 +73,22 @@ def trained_architecture(model: Architecture, spec: Spec) -> Architecture:
     return replace(model, shape=trained_shape(model.shape, spec))
 
 
-def _head_dim(shape: ModelShape) -> int:
-    attention = next(shape.attention_kinds())
-    if isinstance(attention, LatentAttention):
-        return attention.nope_dim + attention.rope_dim
-    return getattr(attention, "head_dim", 0)
+def _head_dim(shape: ModelShape, config: PretrainedConfig) -> int:
+    for attention in shape.attention_kinds():
+        match attention:
+            case LatentAttention():
+                return attention.nope_dim + attention.rope_dim
+            case GroupedAttention():
+                return attention.head_dim
+    # A model of linear attention only: nothing is turned.
+    head_dim: int = config.head_dim
+    return head_dim
 
 
 def _make_rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
     parameters = config.rope_parameters
     return Rotary(
-        dim=_rotary_dim(shape, parameters),
+        dim=_rotary_dim(shape, config),
         theta=float(parameters["rope_theta"]),
         scaling=_make_scaling(parameters, config.max_position_embeddings),
         # DeepSeek-V2 and ERNIE turn neighbouring elements always, DeepSeek-V3 when its config says so.
@@ -91,11 +99,11 @@ def _make_rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
 _INTERLEAVED = frozenset({Family.DEEPSEEK_V2, Family.ERNIE4_5_MOE})
 
 
-def _rotary_dim(shape: ModelShape, parameters: Mapping[str, Any]) -> int:
+def _rotary_dim(shape: ModelShape, config: PretrainedConfig) -> int:
     attention = next(shape.attention_kinds())
     if isinstance(attention, LatentAttention):
         return attention.rope_dim
-    return int(_head_dim(shape) * parameters.get("partial_rotary_factor", 1.0))
+    return int(_head_dim(shape, config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def _make_scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | None:
@@ -128,7 +136,7 @@ def _make_scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | No
 
 
 def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
-    scale = float(_head_dim(shape) ** -0.5)
+    scale = float(_head_dim(shape, config) ** -0.5)
     parameters = config.rope_parameters
     if not isinstance(next(shape.attention_kinds()), LatentAttention) or parameters["rope_type"] == "default":
         return scale
@@ -153,7 +161,7 @@ def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None
     match shape.family:
         case Family.MIXTRAL | Family.ERNIE4_5_MOE | Family.MINIMAX_M2:
             return replace(plain, scoring=_RENORMALIZED[shape.family], renormalized=True)
-        case Family.QWEN2_MOE | Family.QWEN3_MOE | Family.OLMOE:
+        case Family.QWEN2_MOE | Family.QWEN3_MOE | Family.QWEN3_NEXT | Family.OLMOE:
             return replace(plain, renormalized=config.norm_topk_prob)
         case Family.GPT_OSS:
             return replace(plain, scoring=Scoring.SELECTED_SOFTMAX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -23,30 +24,32 @@ class AttentionSettings:
 
     scale: float
     epsilon: float
+    zero_centred_norms: bool
     recompute: frozenset[RecomputeModule]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with the extras that families add: head norms, biases, sinks, a window."""
+    """Grouped-query attention with the extras that families add: head norms, biases, sinks, a window, a gate."""
 
     def __init__(self, shape: GroupedAttention, hidden: int, share: TensorShare, settings: AttentionSettings) -> None:
         super().__init__()
         self.shape, self.share, self.settings = shape, share, settings
-        epsilon = settings.epsilon
         dim = shape.head_dim
+        make_norm = partial(RMSNorm, dim, settings.epsilon, zero_centred=settings.zero_centred_norms)
         self.heads = share.local_size(shape.heads, "attention heads")
         # Fewer groups than ranks: every rank holds all keys and values and uses those of its own heads.
         self.is_replicated = shape.key_value_heads % share.group.size != 0
         groups = shape.key_value_heads if self.is_replicated else shape.key_value_heads // share.group.size
-        self.query = Linear((self.heads, dim), (hidden,), bias=shape.qkv_bias)
+        # Behind each head's query, its gate.
+        self.query = Linear((self.heads, dim * (1 + shape.output_gate)), (hidden,), bias=shape.qkv_bias)
         self.key_value = Linear((groups, 2, dim), (hidden,), bias=shape.qkv_bias)
         self.output = OutputLinear(hidden, (self.heads, dim), share, bias=shape.output_bias)
-        self.query_norm: nn.Module | None = RMSNorm(dim, epsilon) if shape.head_norm else None
-        self.key_norm: nn.Module | None = RMSNorm(dim, epsilon) if shape.head_norm else None
+        self.query_norm: nn.Module | None = make_norm() if shape.head_norm else None
+        self.key_norm: nn.Module | None = make_norm() if shape.head_norm else None
         if shape.joint_norm:
             key_group = None if self.is_replicated else share.group
-            self.query_norm = JointNorm((self.heads, dim), shape.heads * dim, share.group, epsilon)
-            self.key_norm = JointNorm((groups, dim), shape.key_value_heads * dim, key_group, epsilon)
+            self.query_norm = JointNorm((self.heads, dim), shape.heads * dim, share.group, settings.epsilon)
+            self.key_norm = JointNorm((groups, dim), shape.key_value_heads * dim, key_group, settings.epsilon)
         self.sinks = nn.Parameter(self.query.weight.new_empty(self.heads)) if shape.sinks else None
         self._mark_replicas()
 
@@ -61,13 +64,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """Attend with the heads of this rank. [t, h] -> [t, h]"""
         query, key_value = self.share.multiply_columns(x, self.query, self.key_value)
+        query, gate = query.chunk(2, -1) if self.shape.output_gate else (query, None)
         key, value = key_value.unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         key, value = self._own_groups(key), self._own_groups(value)
         query, key = (rotate_heads(x, packed.cosine, packed.sine, interleaved=packed.interleaved) for x in (query, key))
         recomputes_core = RecomputeModule.CORE_ATTENTION in self.settings.recompute
-        return self.output(maybe_recompute(recomputes_core, self._compute_attention, query, key, value, packed))
+        output = maybe_recompute(recomputes_core, self._compute_attention, query, key, value, packed)
+        return self.output(output if gate is None else output * gate.sigmoid())
 
     def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
         return compute_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from moejob_api.derived import balancing_method, recomputed_modules
 from moejob_api.job.job import Spec
 from moejob_api.job.training import RecomputeModule
-from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention
+from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention, LinearAttention
 from moejob_api.models.shape import LatentAttention as LatentShape
 from moejob_api.models.shape import Layer as LayerShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.attention import Attention, AttentionSettings
+from moejob_trainer.model.gated_delta_net import GatedDeltaNet
 from moejob_trainer.model.linear import TensorShare, mark_partial
 from moejob_trainer.model.mlp import GatedMLP
 from moejob_trainer.model.moe_layer import MoELayer, MoESettings
@@ -75,7 +77,7 @@ def moe_settings(model: Architecture, spec: Spec) -> MoESettings:
 
 def make_norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
     """A norm of hidden states, which every tensor rank holds."""
-    rms_norm = RMSNorm(hidden, model.norm_epsilon)
+    rms_norm = RMSNorm(hidden, model.norm_epsilon, zero_centred=model.zero_centred_norms)
     mark_partial(rms_norm.weight, is_partial=share.sequence_parallel)
     return rms_norm
 
@@ -83,11 +85,13 @@ def make_norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
 def _make_attention(
     shape: LayerShape, model: Architecture, share: TensorShare, recompute: frozenset[RecomputeModule]
 ) -> nn.Module:
-    settings = AttentionSettings(model.attention_scale, model.norm_epsilon, recompute)
+    settings = AttentionSettings(model.attention_scale, model.norm_epsilon, model.zero_centred_norms, recompute)
     match shape.attention:
         case GroupedAttention() as grouped:
             return Attention(grouped, model.shape.hidden, share, settings)
         case LatentShape() as latent:
             return MultiLatentAttention(latent, model.shape.hidden, share, settings)
-        case unsupported:
-            raise NotImplementedError(f"{type(unsupported).__name__} cannot be trained yet")
+        case LinearAttention() as linear:
+            return GatedDeltaNet(linear, model.shape.hidden, share, model.norm_epsilon)
+        case _:
+            assert_never(shape.attention)

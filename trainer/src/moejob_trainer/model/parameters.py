@@ -13,7 +13,6 @@ from typing import assert_never
 
 from moejob_api.arithmetic import round_up
 from moejob_api.layout.ranks import ParallelGroup
-from moejob_api.models.reader import model_error
 from moejob_api.models.shape import (
     Attention,
     DenseMLP,
@@ -26,7 +25,6 @@ from moejob_api.models.shape import (
     ModelShape,
 )
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
-from moejob_api.problems import Rule
 
 Slices = tuple[slice, ...]
 
@@ -118,6 +116,11 @@ def local_slices(parameter: Parameter, place: Coordinates) -> Slices:
     return tuple(slices)
 
 
+def is_zero_centred(name: str) -> bool:
+    """Return whether a model of zero-centred norms keeps this weight as the distance from one."""
+    return name.endswith("norm.weight") and not name.endswith("state_norm.weight")
+
+
 def local_shape(parameter: Parameter, place: Coordinates) -> tuple[int, ...]:
     """The shape of what one rank holds of a parameter."""
     return tuple(part.stop - part.start for part in local_slices(parameter, place))
@@ -147,15 +150,12 @@ def _mtp_parameters(shape: ModelShape, layer: Layer, prefix: str) -> Iterator[Pa
 
 def _attention_parameters(hidden: int, attention: Attention) -> Iterator[Parameter]:
     match attention:
-        case GroupedAttention(output_gate=False):
+        case GroupedAttention():
             return _grouped_attention(hidden, attention)
         case LatentAttention():
             return _latent_attention(hidden, attention)
-        case GroupedAttention() | LinearAttention():
-            raise model_error(
-                Rule.MODEL_FAMILY,
-                "layers with linear or gated attention (Qwen3-Next) cannot be trained; use a model without them",
-            )
+        case LinearAttention():
+            return _linear_attention(hidden, attention)
         case _:
             assert_never(attention)
 
@@ -178,10 +178,11 @@ _WIDTH = (2, ParallelGroup.EXPERT_TENSOR)
 
 def _grouped_attention(hidden: int, attention: GroupedAttention) -> Iterator[Parameter]:
     heads, groups, dim = attention.heads, attention.key_value_heads, attention.head_dim
-    yield Parameter("attention.query.weight", (heads, dim, hidden), _TENSOR_0)
+    query_dim = dim * (1 + attention.output_gate)
+    yield Parameter("attention.query.weight", (heads, query_dim, hidden), _TENSOR_0)
     yield Parameter("attention.key_value.weight", (groups, 2, dim, hidden), _TENSOR_0, may_be_whole=True)
     if attention.qkv_bias:
-        yield Parameter("attention.query.bias", (heads, dim), _TENSOR_0)
+        yield Parameter("attention.query.bias", (heads, query_dim), _TENSOR_0)
         yield Parameter("attention.key_value.bias", (groups, 2, dim), _TENSOR_0, may_be_whole=True)
     if attention.head_norm:
         yield Parameter("attention.query_norm.weight", (dim,))
@@ -220,6 +221,19 @@ def _latent_queries(hidden: int, attention: LatentAttention) -> Iterator[Paramet
         yield Parameter("attention.query_down.bias", (rank,))
     yield Parameter("attention.query_down_norm.weight", (rank,))
     yield Parameter("attention.query_up.weight", (heads, dim, rank), _TENSOR_0)
+
+
+def _linear_attention(hidden: int, attention: LinearAttention) -> Iterator[Parameter]:
+    key_heads, heads, keys, values = attention.key_heads, attention.value_heads, attention.key_dim, attention.value_dim
+    per_key = heads // key_heads
+    yield Parameter("attention.state_input.weight", (key_heads, 2 * keys + 2 * per_key * values, hidden), _TENSOR_0)
+    yield Parameter("attention.state_rates.weight", (key_heads, 2 * per_key, hidden), _TENSOR_0)
+    channels = 2 * key_heads * keys + heads * values
+    yield Parameter("attention.convolution", (channels, 1, attention.convolution_width))
+    yield Parameter("attention.decay_log", (heads,), _TENSOR_0)
+    yield Parameter("attention.decay_bias", (heads,), _TENSOR_0)
+    yield Parameter("attention.state_norm.weight", (values,))
+    yield Parameter("attention.state_output.weight", (hidden, heads, values), _TENSOR_1)
 
 
 def _dense_mlp(hidden: int, mlp: DenseMLP) -> Iterator[Parameter]:

@@ -27,7 +27,6 @@ from moejob_api.models.families.refused import REFUSED_MODELS
 from moejob_api.models.families.rotary import refuse_unknown_rotary
 from moejob_api.models.reader import ConfigReader, model_error, shown_value
 from moejob_api.models.shape import Family, ModelShape
-from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec, Rule
 
 _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
@@ -82,4 +81,4 @@ def _unsupported_error(reason: str) -> InvalidSpec:
 
 
 def _supported_families() -> str:
-    return ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)
+    return ", ".join(Family)

@@ -146,12 +146,8 @@ def _linear_token_bytes(attention: LinearAttention, share: MicrobatchShare) -> i
     keys = attention.key_heads * attention.key_dim // share.tensor
     values = attention.value_heads * attention.value_dim // share.tensor
     heads = attention.value_heads // share.tensor
-    projected = 2 * keys + 2 * values + 2 * heads
-    convolved = 2 * (2 * keys + values)
-    normalized = 2 * keys
-    outputs = 3 * values
-    states = FLOAT32_BYTES * heads * attention.key_dim * attention.value_dim // LINEAR_CHUNK_TOKENS
-    return (projected + convolved + normalized + outputs) * share.element_bytes + states
+    # All between the projections is computed again.
+    return (2 * keys + 2 * values + 2 * heads + values) * share.element_bytes
 
 
 def _gathered_width(width: int, share: MicrobatchShare) -> int:

@@ -16,7 +16,7 @@ from moejob_api.models.shape import (
     Layer,
     LinearAttention,
 )
-from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, LINEAR_CHUNK_TOKENS
 from moejob_api.planner.memory.microbatch_share import ActivationSettings, MicrobatchShare
 
 
@@ -106,10 +106,19 @@ def _attention_bytes(attention: Attention, share: MicrobatchShare) -> int:
             of_head = 2 * (2 * (attention.nope_dim + attention.rope_dim) + attention.value_dim) + attention.value_dim
             width = ceil_div(attention.heads, share.tensor) * of_head
         case LinearAttention():
-            width = 2 * projection_width(attention, share)
+            return share.tokens * _delta_rule_token_bytes(attention, share)
         case _:
             assert_never(attention)
     return share.tokens * width * share.element_bytes
+
+
+def _delta_rule_token_bytes(attention: LinearAttention, share: MicrobatchShare) -> int:
+    """Return the bytes that the rule, in operations of torch, makes of a token in both passes."""
+    keys, values, chunk = attention.key_dim, attention.value_dim, LINEAR_CHUNK_TOKENS
+    # Chunks of queries, keys and values, several products among a chunk's tokens, and the state at each chunk's start.
+    numbers = 12 * keys + 12 * values + 9 * chunk + 3 * keys * values // chunk
+    heads = attention.value_heads // share.tensor
+    return FLOAT32_BYTES * heads * numbers + 2 * projection_width(attention, share) * share.element_bytes
 
 
 def _feed_forward_bytes(layer: Layer, share: MicrobatchShare, settings: ActivationSettings) -> int:
