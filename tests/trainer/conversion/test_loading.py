@@ -273,6 +273,19 @@ def test_a_model_without_those_modules_leaves_them_out_and_says_so(tmp_path: Pat
     assert "model.layers.3.eh_proj.weight" in source.left_out
 
 
+def test_a_module_that_no_config_names_is_left_out_and_said_so(tmp_path: Path) -> None:
+    for family, left_out in ((Family.QWEN3_NEXT, ("mtp.fc.weight", "mtp.norm.weight")), (Family.QWEN3_MOE, None)):
+        values = values_of(family)
+        file = save_published(tmp_path / family, values) / "model.safetensors"
+        beside = {"mtp.norm.weight": torch.ones(32), "mtp.fc.weight": torch.ones(32, 64)}
+        save_file(load_file(file) | beside, file, {"format": "pt"})
+        if left_out is None:
+            with pytest.raises(InvalidSpec, match=r"does not have: mtp\.fc\.weight, mtp\.norm\.weight"):
+                open_published_checkpoint(file.parent, table_of(values))
+            continue
+        assert open_published_checkpoint(file.parent, table_of(values)).left_out == left_out
+
+
 def test_an_output_projection_that_is_the_embedding_is_read_once(tmp_path: Path) -> None:
     values = values_of(Family.QWEN2, tie_word_embeddings=True)
     state = imported(save_published(tmp_path, values), values)

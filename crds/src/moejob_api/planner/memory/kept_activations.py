@@ -165,15 +165,17 @@ def _feed_forward_bytes(layer: Layer, share: MicrobatchShare, settings: Activati
                 return 0
             return _gated_bytes(layer.mlp.intermediate, share, settings)
         case Experts():
-            if layer.mlp.shared_intermediate == 0 or _SHARED & settings.recomputed:
+            if layer.mlp.shared_intermediate == 0 or RecomputeModule.EXPERTS in settings.recomputed:
                 return 0
+            # The gate multiplies the shared expert's output, which stays for it.
             gate = layer.mlp.shared_gate * share.sequence_tokens * share.hidden * share.element_bytes
+            if RecomputeModule.SHARED_EXPERTS in settings.recomputed:
+                return gate
             return gate + _gated_bytes(layer.mlp.shared_intermediate, share, settings)
         case _:
             assert_never(layer.mlp)
 
 
-_SHARED = frozenset({RecomputeModule.SHARED_EXPERTS, RecomputeModule.EXPERTS})
 FEED_FORWARD_TARGETS = frozenset({LoraTarget.GATE_UP, LoraTarget.DOWN})
 EXPERT_TARGETS = frozenset({LoraTarget.EXPERT_GATE_UP, LoraTarget.EXPERT_DOWN})
 

@@ -116,7 +116,7 @@ def _delta_rule_token_bytes(attention: LinearAttention, share: MicrobatchShare) 
     """Return the bytes that the rule, in operations of torch, makes of a token in both passes."""
     keys, values, chunk = attention.key_dim, attention.value_dim, LINEAR_CHUNK_TOKENS
     # Chunks of queries, keys and values, several products among a chunk's tokens, and the state at each chunk's start.
-    numbers = 12 * keys + 12 * values + 9 * chunk + 3 * keys * values // chunk
+    numbers = 9 * keys + 9 * values + 7 * chunk + 2 * keys * values // chunk
     heads = attention.value_heads // share.tensor
     return FLOAT32_BYTES * heads * numbers + 2 * projection_width(attention, share) * share.element_bytes
 
