@@ -63,7 +63,8 @@ class GatedDeltaNet(nn.Module):
         return [*convolved.split([part.shape[1] for part in flat], -1)]
 
     def _own_channels(self) -> Tensor:
-        weight, rank, size = self.convolution[:, 0], self.share.group.rank, self.share.group.size
+        # FSDP has flattened it.
+        weight, rank, size = self.convolution.flatten(0, -2), self.share.group.rank, self.share.group.size
         all_keys, all_values = self.shape.key_heads * self.shape.key_dim, self.shape.value_heads * self.shape.value_dim
         if size == 1:
             return weight
