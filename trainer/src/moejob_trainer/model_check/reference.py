@@ -91,7 +91,8 @@ class ReferenceModel:
             for index, layer in enumerate(self._base.layers):
                 stack.enter_context(_replace_forward(layer, partial(compute_layer, index, layer.forward)))
             stack.enter_context(_replace_forward(self._base.norm, lambda hidden: hidden))
-            self._base(inputs_embeds=torch.zeros_like(next(iter(inputs.values())), dtype=self.dtype)[None])
+            embedded = torch.zeros_like(next(iter(inputs.values())), dtype=self.dtype)[None]
+            self._base(inputs_embeds=embedded, use_cache=False)
         return outputs
 
     @torch.no_grad()
