@@ -96,7 +96,7 @@ def test_a_state_that_crosses_a_border_is_seen() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
-def test_a_convolution_begins_anew_at_each_document(width: int) -> None:
+def test_a_convolution_begins_again_at_each_document(width: int) -> None:
     random = torch.Generator().manual_seed(6)
     x = torch.randn(sum(LENGTHS), 11, generator=random, dtype=torch.float64)
     weight = torch.randn(11, width, generator=random, dtype=torch.float64)
