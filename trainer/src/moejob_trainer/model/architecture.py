@@ -75,11 +75,10 @@ def trained_architecture(model: Architecture, spec: Spec) -> Architecture:
 
 def _head_dim(shape: ModelShape, config: PretrainedConfig) -> int:
     for attention in shape.attention_kinds():
-        match attention:
-            case LatentAttention():
-                return attention.nope_dim + attention.rope_dim
-            case GroupedAttention():
-                return attention.head_dim
+        if isinstance(attention, LatentAttention):
+            return attention.nope_dim + attention.rope_dim
+        if isinstance(attention, GroupedAttention):
+            return attention.head_dim
     # A model of linear attention only: nothing is turned.
     head_dim: int = config.head_dim
     return head_dim
