@@ -104,6 +104,7 @@ ALWAYS_MEGATRON = [
     (Family.QWEN2, "TP2"),
     *product((Family.GLM4_MOE, Family.MIXTRAL), ("TP2.PP2.EP2", "CP2")),
     *product((Family.QWEN2_MOE,), ("TP2", "CP2")),
+    *product((Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2), ("TP2", "PP2", "EP2", "CP2")),
 ]
 
 

@@ -11,17 +11,25 @@ from moejob_api.models.shape import Family
 
 # Families that Megatron's own models compute as Transformers does: measured in float32, in every way of dividing them.
 MEGATRON_FAMILIES = frozenset(
-    {Family.LLAMA, Family.QWEN2, Family.QWEN3, Family.MIXTRAL, Family.QWEN2_MOE, Family.QWEN3_MOE, Family.GLM4_MOE}
+    {
+        Family.LLAMA,
+        Family.QWEN2,
+        Family.QWEN3,
+        Family.MIXTRAL,
+        Family.QWEN2_MOE,
+        Family.QWEN3_MOE,
+        Family.GLM4_MOE,
+        Family.OLMOE,
+        Family.ERNIE4_5_MOE,
+        Family.MINIMAX_M2,
+    }
 )
-# What was measured, with Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2, where another family is not computed so.
+# What another family lacks there, with Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2.
 UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.DEEPSEEK_V2: "Megatron's latent attention needs Transformer Engine",
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
-    Family.OLMOE: "no layers of Megatron here norm queries and keys over all heads, as OLMoE does",
-    Family.MINIMAX_M2: "no layers of Megatron here norm queries and keys over all heads, as MiniMax-M2 does",
-    Family.ERNIE4_5_MOE: "Megatron's router moves sigmoid scores alone by a bias, and ERNIE-4.5 has softmax scores",
-    Family.GPT_OSS: "Megatron's layers without Transformer Engine miss gpt-oss's logits by 0.05 of 0.5",
+    Family.GPT_OSS: "gpt-oss has sinks, windows and biases of experts, which our modules in Megatron's layers lack",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
 # Families whose weights go to Megatron's checkpoints and come back to the bit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -18,12 +18,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moejob_api.job.job import Spec
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.shape import Experts, ModelShape
+from moejob_api.models.shape import Experts, GroupedAttention, Layer, ModelShape
+from moejob_trainer.distributed.groups import Group
 from moejob_trainer.interchange.bridge_import import without_reports
 from moejob_trainer.megatron.stages import schedule_config, stage_places
 from moejob_trainer.megatron.training_engine import TrainingPlacement
 from moejob_trainer.megatron_models.cpu import use_cpu_models
-from moejob_trainer.megatron_models.modules import DocumentAttention, LayerModules, make_norm
+from moejob_trainer.megatron_models.modules import (
+    BiasedSoftmaxRouter,
+    DocumentAttention,
+    LayerModules,
+    make_heads_norm,
+    make_norm,
+)
 from moejob_trainer.megatron_models.settings import make_provider
 from moejob_trainer.megatron_models.stage import MegatronStage, mark_parameters
 from moejob_trainer.model.architecture import Architecture
@@ -46,7 +53,7 @@ def build_megatron_stages(
     declared = {parameter.name: parameter for parameter in model_parameters(model.shape)}
     stages: list[ModelStage] = []
     for number, place in enumerate(stage_places(model, spec, groups)):
-        provider.transformer_layer_spec = partial(_block_spec, shape=model.shape, place=place)
+        provider.transformer_layer_spec = _block_spec(model.shape, place, groups.tensor)
         # The device is for modules of ours; Megatron's know it.
         with without_reports(), device:
             gpt = provider.provide(place.is_first, place.is_last, number if layout.virtual_pipeline > 1 else None)
@@ -59,20 +66,39 @@ def build_megatron_stages(
     return stages
 
 
-def _block_spec(provider: Any, shape: ModelShape, place: StagePlace) -> TransformerBlockSubmodules:
-    """Return the layers of a chunk; which of them have experts is a fact of the model, not of Bridge's provider."""
-    specs = {has_experts: _layer_spec(provider, has_experts=has_experts) for has_experts in (False, True)}
-    layer_specs = [specs[isinstance(shape.layers[index].mlp, Experts)] for index in place.layers]
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=make_norm)
+def _block_spec(shape: ModelShape, place: StagePlace, tensor: Group) -> Callable[[Any], TransformerBlockSubmodules]:
+    """Return the maker of a chunk's layers; which of them have experts is a fact of the model, not of the provider.
+
+    A function and no partial: Megatron copies the provider deeply, and a group of processes cannot be copied.
+    """
+
+    def make_block_spec(provider: Any) -> TransformerBlockSubmodules:
+        layer_specs = [_layer_spec(provider, shape.layers[index], tensor) for index in place.layers]
+        return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=make_norm)
+
+    return make_block_spec
 
 
-def _layer_spec(provider: Any, *, has_experts: bool) -> ModuleSpec:
+def _layer_spec(provider: Any, layer: Layer, tensor: Group) -> ModuleSpec:
     submodules = deepcopy(get_gpt_layer_local_submodules(qk_layernorm=provider.qk_layernorm, normalization="RMSNorm"))
     submodules.input_layernorm = submodules.pre_mlp_layernorm = make_norm
-    attention = submodules.self_attention.submodules
-    attention.core_attention = DocumentAttention
-    if provider.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = make_norm
-    experts = provider.num_moe_experts if has_experts else None
-    submodules.mlp = get_mlp_module_spec_for_backend(LayerModules(), num_experts=experts, moe_grouped_gemm=has_experts)
+    _set_attention(submodules.self_attention.submodules, layer, tensor)
+    experts = layer.mlp if isinstance(layer.mlp, Experts) else None
+    submodules.mlp = get_mlp_module_spec_for_backend(
+        LayerModules(), num_experts=None if experts is None else experts.count, moe_grouped_gemm=experts is not None
+    )
+    if experts is not None and experts.selection_bias and provider.moe_router_score_function == "softmax":
+        submodules.mlp.keywords["submodules"].router = BiasedSoftmaxRouter
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _set_attention(modules: Any, layer: Layer, tensor: Group) -> None:
+    modules.core_attention = DocumentAttention
+    attention = layer.attention
+    if not isinstance(attention, GroupedAttention):
+        return
+    if attention.head_norm:
+        modules.q_layernorm = modules.k_layernorm = make_norm
+    if attention.joint_norm:
+        modules.q_layernorm = partial(make_heads_norm, heads=attention.heads, group=tensor)
+        modules.k_layernorm = partial(make_heads_norm, heads=attention.key_value_heads, group=tensor)

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from moejob_trainer.distributed.groups import Group
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.layers.activation import swiglu
 from moejob_trainer.layers.attention import compute_attention
@@ -24,6 +26,8 @@ from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.gradient_sums import find_gradient_sum
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.rotary import Rotary
+from moejob_trainer.layers.routing import Routing, route_tokens
+from moejob_trainer.model.joint_norm import JointNorm
 from moejob_trainer.model.linear import mark_expert
 
 
@@ -114,6 +118,37 @@ def make_norm(config: Any, hidden_size: int, eps: float, **_: Any) -> RMSNorm:
     # A rank normalises its share of the sequence only, so `mark_parameters` has its gradient summed.
     norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
+
+
+class BiasedSoftmaxRouter(TopKRouter):  # type: ignore[misc]
+    """Chooses experts by softmax scores and a bias, as ERNIE-4.5 does; Megatron's router adds one to sigmoids only."""
+
+    def __init__(self, config: Any, **modules: Any) -> None:
+        super().__init__(config=config, **modules)
+        del self.expert_bias
+        self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, dtype=torch.float32))
+
+    def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Logits [t, 1, E] -> weights [t, E], zero where a token does not go, and where it goes [t, E]"""
+        rows = logits.flatten(0, 1)
+        routing = Routing(self.config.num_moe_experts, self.topk, renormalized=True)
+        chosen, weights = route_tokens(rows, routing, selection_bias=self.expert_bias)
+        goes = torch.zeros_like(rows, dtype=torch.bool).scatter(1, chosen, value=True)
+        return weights.new_zeros(rows.shape).scatter(1, chosen, weights), goes
+
+
+class HeadsNorm(JointNorm):
+    """One norm over all heads of a token, of which this rank has some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, 1, n, d] -> [t, 1, n, d]"""
+        return super().forward(x.squeeze(1)).unsqueeze(1)
+
+
+def make_heads_norm(config: Any, hidden_size: int, eps: float, *, heads: int, group: Group) -> HeadsNorm:
+    """Return a norm over `heads` heads of `hidden_size` numbers, which the group divides."""
+    norm = HeadsNorm((heads // group.size, hidden_size), heads * hidden_size, group, eps)
+    return norm.to(config.params_dtype)
 
 
 class LayerModules(LocalSpecProvider):  # type: ignore[misc]

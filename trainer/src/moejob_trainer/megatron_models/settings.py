@@ -71,10 +71,18 @@ def make_provider(
         **_recompute_settings(spec),
         **_type_settings(spec),
     }
+    # Bridge has the number of the published ERNIE-4.5, whatever a config says.
+    of_job["rotary_base"] = model.rotary.theta
+    of_job["share_embeddings_and_output_weights"] = model.shape.tied_embeddings
     of_job |= {"vocab_size": padded_vocabulary(model.shape), "use_cpu_initialization": device.type == "cpu"}
     if (experts := model.shape.experts) is not None:
         # Bridge gives GLM-4.5 one shared expert, whatever its config says.
         of_job["moe_shared_expert_intermediate_size"] = experts.shared_intermediate or None
+    if model.routing is not None and model.routing.scoring is Scoring.SOFTMAX:
+        # Bridge gives OLMoE weights that are not divided by their sum, whatever norm_topk_prob says.
+        of_job["moe_router_pre_softmax"] = not model.routing.renormalized
+        # Bridge gives ERNIE-4.5 sigmoid scores, beside which alone Megatron has a bias; `BiasedSoftmaxRouter` has one.
+        of_job |= {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
     else:
         # Megatron refuses to divide experts that a model does not have. Each rank of the group has the whole layer.
         of_job["expert_model_parallel_size"] = 1
@@ -92,6 +100,7 @@ def make_provider(
 def _check_numbers(provider: Any, model: Architecture) -> None:
     """Compare Bridge's reading of config.json, and what overrides made of it, with our own: both miss some keys."""
     numbers: dict[str, Any] = {"layernorm_epsilon": model.norm_epsilon, "num_layers": len(model.shape.layers)}
+    numbers["rotary_interleaved"] = model.rotary.interleaved
     if (routing := model.routing) is not None:
         numbers |= {
             "num_moe_experts": routing.experts,
