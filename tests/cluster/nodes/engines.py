@@ -149,6 +149,78 @@ def away_from_trainer(job: SubmittedJob) -> EnginePod:
         kubectl("uncordon", trainer)
 
 
+# Scores answers whose first letter is small. Of any model, some are.
+_REWARD_SERVER = """
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self):
+        batch = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        scores = [float(text.lstrip()[:1].islower()) for text in batch["completions"]]
+        body = json.dumps({"scores": scores}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+ThreadingHTTPServer(("", 8080), Judge).serve_forever()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardServer:
+    """A reward behind a Service; its pod comes and goes."""
+
+    nodes: Cluster
+    namespace: str
+    name: str = "judge"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}.{self.namespace}.svc:8080/"
+
+    def start(self) -> None:
+        """Return once it serves."""
+        container = {
+            "name": "main",
+            "image": f"moejob-trainer-cpu:{VERSION}",
+            "command": ["python", "-c", _REWARD_SERVER],
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "readinessProbe": {"tcpSocket": {"port": 8080}, "periodSeconds": 1},
+        }
+        spec = {
+            "containers": [container],
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        }
+        metadata = {"name": self.name, "labels": {"service": self.name}}
+        self.nodes.plane.api.create(f"{self._folder}/pods", {"metadata": metadata, "spec": spec})
+        self.nodes.plane.kubectl(
+            "wait", "--for=condition=Ready", f"pod/{self.name}", f"--namespace={self.namespace}", "--timeout=300s"
+        )
+
+    def stop(self) -> None:
+        """Nothing answers at its address any more."""
+        kill = ("delete", "pod", self.name, f"--namespace={self.namespace}", "--grace-period=0", "--force")
+        self.nodes.plane.kubectl(*kill)
+
+    @property
+    def _folder(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}"
+
+
+def start_reward_server(nodes: Cluster, namespace: str) -> RewardServer:
+    """Start a reward, with the Service that a job names if there is none yet."""
+    server = RewardServer(nodes, namespace)
+    path = f"/api/v1/namespaces/{namespace}/services"
+    if not any(item["metadata"]["name"] == server.name for item in nodes.plane.api.get(path)["items"]):
+        spec = {"selector": {"service": server.name}, "ports": [{"port": 8080}]}
+        nodes.plane.api.create(path, {"metadata": {"name": server.name}, "spec": spec})
+    server.start()
+    return server
+
+
 def job_with_engine(model: str) -> Job:
     """One trainer and one engine. Answers are long enough for something to happen to those that give them."""
     return {

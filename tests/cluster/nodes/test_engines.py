@@ -38,6 +38,7 @@ from cluster.nodes.engines import (
     read_answers,
     ready_engine,
     shown_score,
+    start_reward_server,
 )
 from cluster.nodes.fault_harness import RANDOM_MODEL
 from cluster.nodes.faults import kill_pod, kill_rank
@@ -105,7 +106,7 @@ def generate_ahead(steps: int) -> Job:
     return {
         "spec": {
             "training": {"maxSteps": steps},
-            "grpo": {"recordTokens": True, "rollout": {"staleness": 1}},
+            "grpo": {"groupSize": 4, "recordTokens": True, "rollout": {"staleness": 1}},
             "checkpoint": {"everySteps": 1, "keep": steps},
             "storage": {"size": "4Gi"},
         }
@@ -315,6 +316,25 @@ def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
         job.await_end()
         assert ready_engine(job) == engine
         require_prompts_kept(job, KILLED_STEPS)
+
+
+@in_full
+def test_a_reward_server_that_is_down_while_answers_are_written_ahead_costs_no_prompt(
+    nodes: Cluster, engine_release: Release
+) -> None:
+    server = start_reward_server(nodes, engine_release.namespace)
+    rewards = [{"url": server.url, "metricName": "letters"}]
+    changes = merge_sections(generate_ahead(AHEAD_STEPS), {"spec": {"grpo": {"rewards": rewards}}})
+    with submit_with_engine(nodes, engine_release, changes) as job:
+        gang = await_generation(job, ready_engine(job))
+        server.stop()
+        until(lambda: "is away" in job.read_trainer_log(), seconds=TRAINING_SECONDS, waiting_for=job.describe)
+        server.start()
+        job.await_end()
+        assert job.pod_uids() == gang
+        assert job.run().steps() == [(0, 0, step) for step in range(1, AHEAD_STEPS + 1)]
+        require_prompts_kept(job)
+    server.stop()
 
 
 @in_full

@@ -126,6 +126,10 @@ class SubmittedJob:
         claim = self.read()["spec"]["storage"].get("claimName", f"{self.name}-storage")
         return Run(self.nodes.storage.volume_path(self.namespace, claim) / self.name)
 
+    def read_trainer_log(self) -> str:
+        """Return the last lines of all trainers."""
+        return "\n".join(self._read_log(pod) for pod in self.pod_nodes())
+
     def running_reason(self) -> str:
         """Return what it says of why it runs, or does not: the reason and message of condition Running."""
         conditions = {found["type"]: found for found in self.read().get("status", {}).get("conditions", ())}
@@ -150,9 +154,8 @@ class SubmittedJob:
         """Everything there is to say."""
         at = f"--namespace={self.namespace}"
         kubectl = self.nodes.plane.kubectl
-        logs = [self._read_log(pod) for pod in self.pod_nodes()]
         status = json.dumps(self.read().get("status"))
-        return "\n".join([kubectl("get", "moetrainingjobs,pods,events", at), status, *logs])
+        return "\n".join([kubectl("get", "moetrainingjobs,pods,events", at), status, self.read_trainer_log()])
 
     def _read_log(self, pod: str) -> str:
         try:
