@@ -22,6 +22,7 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
     "tests/builds/": "pages and images",
     "tests/chart/": "what Helm renders",
     "tests/cli/": "commands and what they print",
+    "tests/client/": "a client, before stand-ins for an API server",
     "tests/operator/": "objects of Kubernetes",
     "tests/cluster/control_plane/": "objects of Kubernetes, on a real API server",
     "tests/cluster/nodes/test_lives.py": "what kubectl shows, and who gets the nodes",
