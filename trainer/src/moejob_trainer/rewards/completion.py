@@ -19,6 +19,7 @@ class FailureKind(StrEnum):
     WRONG_COUNT = "wrong count"
     NOT_FINITE = "not finite"
     DIED = "process died"
+    KILLED = "process killed"
     UNREADABLE = "unreadable answer"
     ERROR = "service error"
     AWAY = "service away"
@@ -28,7 +29,9 @@ class FailureKind(StrEnum):
 # Failures that every answer would have: the run ends, whatever rewardFailure says.
 FINAL_FAILURES = frozenset({FailureKind.IMPORT, FailureKind.REFUSED})
 # Failures that may be gone at the next try, though nothing is changed.
-PASSING_FAILURES = frozenset({FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED})
+PASSING_FAILURES = frozenset(
+    {FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED, FailureKind.KILLED}
+)
 # Failures of a whole batch, which say nothing about a single completion.
 BATCH_FAILURES = frozenset({*FINAL_FAILURES, FailureKind.AWAY})
 

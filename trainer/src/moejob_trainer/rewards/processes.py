@@ -27,6 +27,8 @@ _INTERRUPT_SECONDS = 5.0
 # A process that the kernel cannot end is left behind; the launcher ends it with the ranks.
 _REAP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+# Signals that a process gets from outside: of the kernel for memory, or of who ends it. Another try may be spared.
+_KILLERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +151,22 @@ class WorkerProcess:
         finally:
             reading.cancel()
         if not line.endswith(b"\n"):
-            raise RewardFailed(FailureKind.DIED, await _describe_death(process))
+            raise await _death_of(process)
         return line
 
 
-async def _describe_death(process: subprocess.Popen[bytes]) -> str:
+async def _death_of(process: subprocess.Popen[bytes]) -> RewardFailed:
     # The socket closes a moment before the process is gone.
     code = await _wait_for_exit(process, 1.0)
     if code is None:
-        return "its process closed its connection"
+        return RewardFailed(FailureKind.DIED, "its process closed its connection")
     if -code in (signal.SIGVTALRM, signal.SIGPROF):
-        return "its process died: one answer took it too many seconds of a processor"
-    return f"its process died {f'with exit code {code}' if code >= 0 else f'of {signal.Signals(-code).name}'}"
+        text = "its process died: one answer took it too many seconds of a processor"
+        return RewardFailed(FailureKind.DIED, text)
+    if code >= 0:
+        return RewardFailed(FailureKind.DIED, f"its process died with exit code {code}")
+    kind = FailureKind.KILLED if -code in _KILLERS else FailureKind.DIED
+    return RewardFailed(kind, f"its process died of {signal.Signals(-code).name}")
 
 
 async def _wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int | None:

@@ -90,13 +90,14 @@ class Scorer:
         return bool(self._batched_rewards)
 
     async def wait_until_ready(self) -> None:
-        """Wait until every reward can score; BadConfiguration where a reward cannot start."""
+        """Wait until every reward can score; BadConfiguration where a reward cannot start, unless it was killed."""
         outcomes = await asyncio.gather(
             *(batched.wait_until_ready() for batched in self._batched_rewards), return_exceptions=True
         )
         for name, outcome in zip(self.names, outcomes, strict=True):
             if isinstance(outcome, RewardFailed):
-                raise BadConfiguration(f"reward {name} cannot start ({outcome.kind}): {outcome}") from outcome
+                error = TransientFailure if outcome.kind is FailureKind.KILLED else BadConfiguration
+                raise error(f"reward {name} cannot start ({outcome.kind}): {outcome}") from outcome
             if outcome is not None:
                 raise outcome
 
