@@ -237,6 +237,16 @@ def test_a_run_that_is_asked_to_stop_before_its_first_step_claims_no_checkpoint(
     assert "nothing to save" in ended.stderr
 
 
+def test_a_run_that_is_asked_to_stop_in_a_later_start_claims_no_checkpoint_either(run: MakeRun) -> None:
+    one = run()
+    one.start([[STEPS, ["ends", 1, "a rank failed"]], [["stops_when_asked"]]])
+    one.life(0, 1)
+    one.signal(signal.SIGTERM)
+    ended = one.ended()
+    assert ended.code == 143, ended
+    assert ended.stderr.endswith("stopped, and nothing is saved; the same command starts again with the first step\n")
+
+
 def test_a_second_request_ends_a_run_that_saves_for_ever(run: MakeRun) -> None:
     one = run()
     one.start([[["saves_for_ever"]]])
@@ -275,10 +285,13 @@ def test_a_launcher_that_somebody_else_stopped_was_taken_away_and_costs_nothing(
     assert (one.lives(0), one.lives(1)) == (2, 2)
 
 
-def test_a_run_past_its_deadline_saves_and_fails(run: MakeRun) -> None:
-    ended = run(lifecycle={"activeDeadlineSeconds": 1}).run([[SAVES]])
+@pytest.mark.parametrize(
+    ("acts", "words"), [([STEPS, SAVES], "saved"), ([SAVES], "nothing is saved")], ids=["with steps", "without"]
+)
+def test_a_run_past_its_deadline_saves_and_fails(run: MakeRun, acts: list[Act], words: str) -> None:
+    ended = run(lifecycle={"activeDeadlineSeconds": 1}).run([acts])
     assert ended.code == 1, ended
-    assert "activeDeadlineSeconds 1; saved" in ended.stderr
+    assert f"activeDeadlineSeconds 1; {words}" in ended.stderr
 
 
 def test_launchers_save_when_whoever_looks_after_them_is_killed(run: MakeRun) -> None:

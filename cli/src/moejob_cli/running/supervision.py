@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import assert_never
 
-from moejob_api.contract.pods import ExitCode, RunPhase, engine_ends_text, parse_engine_ends, parse_phase
+from moejob_api.contract.pods import ExitCode, RunFile, RunPhase, engine_ends_text, parse_engine_ends, parse_phase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
 from moejob_api.recovery.state import RecoveryState
@@ -276,13 +277,16 @@ class Supervision:
             message = termination.message if termination is not None else f"exit code {failed[0].exit_code}"
             return RunResult(FAILED, f"{pending_stop.why}, and pod {failed[0].index} failed while saving: {message}")
         if pending_stop.exit_code == FAILED:
-            return RunResult(FAILED, f"{pending_stop.why}; saved")
-        closing_message = (
-            "stopped, and saved; the same command goes on from there"
-            if self.log.lines
-            else "stopped before the first step: there is nothing to save; the same command starts again"
-        )
-        return RunResult(pending_stop.exit_code, closing_message, is_as_asked=True)
+            saved = "saved" if has_checkpoint(self.starter.folder.path) else "nothing is saved"
+            return RunResult(FAILED, f"{pending_stop.why}; {saved}")
+        return RunResult(pending_stop.exit_code, self._closing_message(), is_as_asked=True)
+
+    def _closing_message(self) -> str:
+        if has_checkpoint(self.starter.folder.path):
+            return "stopped, and saved; the same command goes on from there"
+        if self.log.lines:
+            return "stopped, and nothing is saved; the same command starts again with the first step"
+        return "stopped before the first step: there is nothing to save; the same command starts again"
 
     # --- showing ------------------------------------------------------------------------------------------------------
 
@@ -335,3 +339,8 @@ def current_phase(pods: tuple[PodReport, ...], engine_ends: str = "") -> tuple[s
 
 def _delay_words(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Return whether a checkpoint of a run is complete."""
+    return any((run / RunFile.CHECKPOINTS).glob("*/complete.json"))

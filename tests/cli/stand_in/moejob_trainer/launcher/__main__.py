@@ -112,6 +112,10 @@ class Life:
     def saves(self) -> None:
         """Commit a checkpoint."""
         self.saved = self.step
+        if self.step and not self.index:
+            checkpoint = self.folder / RunFile.CHECKPOINTS / f"step-{self.step}.{self.attempt}.0"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "complete.json").touch()
 
     def restarts_ranks(self) -> None:
         """Restart the ranks in place, once the restarts before have been heard."""
@@ -142,6 +146,11 @@ class Life:
         self.waits_until(lambda: self.asked > 0)
         self.saves()
         self.ends(143, "asked to stop, and stopped after saving")
+
+    def stops_when_asked(self) -> None:
+        """Run until asked to stop, with nothing to save."""
+        self.waits_until(lambda: self.asked > 0)
+        self.ends(143, "asked to stop")
 
     def fails_when_asked(self) -> None:
         """Run until asked to stop, and fail to save."""
