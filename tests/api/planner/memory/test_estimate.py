@@ -540,6 +540,27 @@ def test_an_optimizer_in_host_memory_takes_its_state_and_buffers_there(
     assert host(1.0) - host(0.0) == pytest.approx(trained * of_a_parameter, rel=0.02)
 
 
+# SmolLM2-135M.
+SMOL = ModelShape(
+    Family.LLAMA, 576, 49_152, True, 8192, (Layer(GroupedAttention(9, 3, head_dim=64), DenseMLP(1536)),) * 30
+)
+# Of a whole run of it in bfloat16 with rows of 256 tokens: the sum of all processes' own memory at its peak.
+MEASURED_SMOL_BYTES = 4856 * 2**20
+
+
+def test_a_rank_on_cpus_has_the_copy_of_a_checkpoint_beside_its_state() -> None:
+    def host(**checkpoint: Any) -> int:
+        job = spec(
+            parallelism={"data": 1}, resources={"accelerator": "CPU"}, data={"maxLength": 256}, checkpoint=checkpoint
+        )
+        return needs(job, SMOL).host_bytes_per_pod
+
+    # Two moments and weights in float32, and the weights in their type.
+    assert host() - host(**{"async": False}) == pytest.approx((12 + 2) * total_parameters(SMOL), rel=0.02)
+    assert MEASURED_SMOL_BYTES < host() < 1.15 * MEASURED_SMOL_BYTES
+    assert host(**{"async": False}) < MEASURED_SMOL_BYTES
+
+
 def test_the_conversion_of_a_checkpoint_of_megatron_takes_host_memory_of_its_own() -> None:
     def host(**sections: Any) -> int:
         return needs(spec(parallelism={"data": 1}, **sections), TINY_MIXTURE).host_bytes_per_pod

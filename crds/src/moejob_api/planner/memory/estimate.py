@@ -203,13 +203,13 @@ def _host_bytes(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> 
 
 def _host_bytes_of_rank(case: PlanningCase, loads: tuple[StageLoad, ...], peak: int) -> int:
     """Return a rank's own host memory, what is offloaded, and the copy of a checkpoint that is being written."""
-    # The tensors of a rank on CPUs are in host memory already, so the estimate of its "GPU" is all of it.
+    is_copied = case.spec.checkpoint.asynchronous
+    copied_bytes = ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus) if is_copied else 0
+    # The tensors of a rank on CPUs are in host memory already: the estimate of its "GPU" is all but the copy.
     if case.spec.resources.accelerator is Accelerator.CPU:
-        return peak
+        return peak + copied_bytes
     fullest = max(load.states.host + load.activations.offloaded + _parked_bytes(load) for load in loads)
-    if not case.spec.checkpoint.asynchronous:
-        return HOST_PROCESS_BYTES + fullest
-    return HOST_PROCESS_BYTES + fullest + ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus)
+    return HOST_PROCESS_BYTES + fullest + copied_bytes
 
 
 def _parked_bytes(load: StageLoad) -> int:
