@@ -15,7 +15,7 @@ from moejob_api.job.fields import FieldKind, job_fields
 from moejob_api.profiles.fields import PROFILED_FIELDS, ProfileKind, profile_fields
 
 # They say what a run is, or are never chosen for a person who does not ask for them.
-OF_THE_JOB_ALONE = {"resources": {"accelerator"}}
+OF_THE_JOB_ALONE = {"resources": {"accelerator", "spares"}}
 
 
 def test_every_field_of_resources_is_in_a_profile_or_left_out_on_purpose() -> None:
