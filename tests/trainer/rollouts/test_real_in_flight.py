@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from trainer.runs import await_result
 FAMILY = "qwen3_moe"
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=120, answer_seconds=900, look_seconds=0.2)
 LAYERS = RoutedLayers(layers=2, routed=(0, 1), experts=8, per_token=2)
-# Long enough to be cut in the middle, wherever a busy machine cuts.
+# Long enough to be cut in the middle, wherever a busy machine cuts; and to be cut twice.
 SAMPLING = SamplingParams(temperature=0.8, top_p=1.0, max_new_tokens=900, stop_tokens=(), routing=LAYERS)
+TWICE_AS_LONG = replace(SAMPLING, max_new_tokens=1800)
 PROBE = np.arange(48, dtype=np.int32) * 7919 % 512
 # A token is cut off behind this many; float32 puts engine and Transformers 2e-6 apart.
 TOKENS_BEFORE, CLOSE, FARTHEST = 40, 5e-6, 1e-4
@@ -46,7 +48,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     job: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "data": {"maxLength": 256},
-        "grpo": {"maxNewTokens": 900, "routingReplay": True, "rollout": {"placement": "Separate"}},
+        "grpo": {
+            "maxNewTokens": TWICE_AS_LONG.max_new_tokens,
+            "routingReplay": True,
+            "rollout": {"placement": "Separate"},
+        },
     }
     started = Engine(folder, folder / "engine.log", **job).await_ready()
     yield started
@@ -82,7 +88,7 @@ class Trainer:
     def _probe(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         return np.array(log_probabilities(self.published, tokens[:1].tolist(), tokens[1:].tolist()), np.float32)
 
-    def answers(self, count: int, disturb: Callable[[], None]) -> list[Answer]:
+    def answers(self, count: int, disturb: Callable[[], None], sampling: SamplingParams = SAMPLING) -> list[Answer]:
         """Return answers to different prompts, with a disturbance once each has some tokens."""
         before = self._generated_tokens()
         requests = [
@@ -91,7 +97,7 @@ class Trainer:
         ]
 
         async def all_of_them() -> list[Answer]:
-            return await asyncio.gather(*(self.generator.generate(request, SAMPLING) for request in requests))
+            return await asyncio.gather(*(self.generator.generate(request, sampling) for request in requests))
 
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(lambda: asyncio.run(all_of_them()))
@@ -131,9 +137,11 @@ def distances(models: Sequence[PreTrainedModel], answer: Answer) -> npt.NDArray[
     return np.abs(by_version[answer.versions, np.arange(len(answer.tokens))] - answer.log_probabilities)
 
 
-def check_numbers(models: Sequence[PreTrainedModel], answers: Sequence[Answer]) -> None:
+def check_numbers(
+    models: Sequence[PreTrainedModel], answers: Sequence[Answer], sampling: SamplingParams = SAMPLING
+) -> None:
     for answer in answers:
-        assert len(answer.tokens) == SAMPLING.max_new_tokens
+        assert len(answer.tokens) == sampling.max_new_tokens
         assert answer.finish_reason is FinishReason.LENGTH
         apart = distances(models, answer)
         for place in np.split(np.arange(len(apart)), switches(answer)):
@@ -207,9 +215,9 @@ def test_answers_of_a_stopped_engine_are_exact_before_and_behind_each_stop(
                     "further tokens",
                 )
 
-        answers = trainer.answers(4, stop_twice)
+        answers = trainer.answers(4, stop_twice, TWICE_AS_LONG)
         assert all(len(switches(answer)) == 2 for answer in answers), [switches(answer) for answer in answers]
-        check_numbers(models, answers)
+        check_numbers(models, answers, TWICE_AS_LONG)
         check_experts(models, answers)
         # While the trainer learns, its cores are its own.
         assert idle[0] < 0.2
