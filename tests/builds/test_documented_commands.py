@@ -22,7 +22,7 @@ HELM_TEST = f"{PLANE}/test_chart.py::test_helm_test_says_what_is_well_and_that_a
 UNINSTALL = f"{PLANE}/test_chart.py::test_without_keep_an_uninstall_takes_jobs_along_and_nothing_sticks"
 KIND = "tests/cluster/nodes/test_kind_demo.py::test_the_demo_for_docker_builds_installs_trains_and_asks_the_model"
 CHART = "tests/chart/test_getting_started.py::test_what_is_installed_can_be_rendered"
-STACKS = "tests/cli/test_cluster_verbs.py::test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1"
+STACKS = "tests/cli/cluster/test_verbs.py::test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1"
 # The first pattern that a command begins with counts. A proof is a test, or `needs` and what no test has.
 PROOFS: dict[str, str] = {
     r"make demo$": DEMO,

@@ -365,7 +365,7 @@ def explain_jobs(
 
     if any(is_file_name(name) for name in jobs):
         _show_obstacles(find_obstacles(read_objects(jobs), datetime.now(UTC)), output)
-    from moejob_cli.cluster_jobs import ClusterChoice, find_cluster_obstacles, run_verb
+    from moejob_cli.cluster.jobs import ClusterChoice, find_cluster_obstacles, run_verb
 
     async def explain_named(client: "AsyncClient") -> CommandExit:
         _show_obstacles(await find_cluster_obstacles(client, jobs), output)
@@ -434,7 +434,7 @@ def get_jobs(
     """List jobs of a namespace: phase, step, loss, speed, what is left, and what is in the way."""
     from datetime import UTC, datetime
 
-    from moejob_cli.cluster_jobs import ClusterChoice, job_table, list_named_jobs, run_verb
+    from moejob_cli.cluster.jobs import ClusterChoice, job_table, list_named_jobs, run_verb
 
     async def show_jobs(client: "AsyncClient") -> CommandExit:
         views = await list_named_jobs(client, names or ())
@@ -454,7 +454,7 @@ def watch_jobs(
     context: ContextOption = None,
 ) -> None:
     """Print a line for each change of a job until it has finished, exit 0 if it succeeded; or of all jobs for ever."""
-    from moejob_cli.cluster_jobs import ClusterChoice, follow_jobs, run_verb
+    from moejob_cli.cluster.jobs import ClusterChoice, follow_jobs, run_verb
 
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: follow_jobs(client, name)))
 
@@ -476,11 +476,11 @@ def print_logs(
     context: ContextOption = None,
 ) -> None:
     """Print the logs of a job's pods as one, by time, with rank and node in front of each line."""
-    from moejob_cli import cluster_logs
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster import logs
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
     from moejob_client.job_logs import LogSelection
 
-    age = None if since is None else cluster_logs.parse_age(since)
+    age = None if since is None else logs.parse_age(since)
     if since is not None and age is None:
         raise typer.BadParameter(f"{since!r} is no age; write 90s, 10m, 2h or 1d", param_hint="--since")
     if previous and (follow or attempt is not None):
@@ -489,7 +489,7 @@ def print_logs(
 
     async def print_lines(client: "AsyncClient") -> CommandExit:
         is_json = output is not OutputFormat.TABLE
-        return await cluster_logs.print_logs(client, name, selection, is_followed=follow, is_json=is_json)
+        return await logs.print_logs(client, name, selection, is_followed=follow, is_json=is_json)
 
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_lines))
 
@@ -502,8 +502,8 @@ def print_steps(
     context: ContextOption = None,
 ) -> None:
     """Print the step log of a job from its volume; -o json prints every number, one object a line."""
-    from moejob_cli.cluster_files import print_steps
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.files import print_steps
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     is_json = output is not OutputFormat.TABLE
     choice = ClusterChoice(namespace, context)
@@ -522,8 +522,8 @@ def print_samples(
     context: ContextOption = None,
 ) -> None:
     """Print prompts, answers and rewards of a step from the job's volume; -o json prints one object a line."""
-    from moejob_cli.cluster_files import print_samples
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.files import print_samples
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     async def print_answers(client: "AsyncClient") -> CommandExit:
         is_json = output is not OutputFormat.TABLE
@@ -544,8 +544,8 @@ def copy_files(
     context: ContextOption = None,
 ) -> None:
     """Copy a file or a folder from the volume of a job into a new folder, as `moejob cp JOB export model`."""
-    from moejob_cli.cluster_files import copy_files
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.files import copy_files
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     choice = ClusterChoice(namespace, context)
     raise typer.Exit(run_verb(choice, lambda client: copy_files(client, name, path, target)))
@@ -560,8 +560,8 @@ def show_job(
     context: ContextOption = None,
 ) -> None:
     """Show step, speed, memory, GPU use and time left of a job on one screen until it ends; -o json prints once."""
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
-    from moejob_cli.cluster_top import show_job
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.top import show_job
 
     is_json = output is not OutputFormat.TABLE
     choice = ClusterChoice(namespace, context)
@@ -577,7 +577,7 @@ def open_job(
 ) -> None:
     """Show curves, failures, answers and layout of a job in the browser, from a copy of its files; Ctrl-C ends it."""
     from moejob_cli.board.cluster_page import open_page
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: open_page(client, name, port)))
 
@@ -592,14 +592,14 @@ def print_stacks(
     context: ContextOption = None,
 ) -> None:
     """Print the Python stacks of all ranks, which continue; ranks with the same stacks together, the fewest first."""
-    from moejob_cli import rank_stacks
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster import stacks
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     is_json = output is not OutputFormat.TABLE
     if Path(name).is_dir():
-        raise typer.Exit(rank_stacks.print_run_stacks(Path(name), is_json=is_json))
+        raise typer.Exit(stacks.print_run_stacks(Path(name), is_json=is_json))
     choice = ClusterChoice(namespace, context)
-    raise typer.Exit(run_verb(choice, lambda client: rank_stacks.print_job_stacks(client, name, is_json=is_json)))
+    raise typer.Exit(run_verb(choice, lambda client: stacks.print_job_stacks(client, name, is_json=is_json)))
 
 
 @app.command("doctor", short_help="Check what a cluster offers to jobs.")
@@ -607,13 +607,13 @@ def check_cluster(
     output: OutputOption = OutputFormat.TABLE, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
     """Check API server, CRD, rights, storage, GPUs, drivers, images and queues of a namespace; exit 1: a warning."""
-    from moejob_cli import cluster_doctor
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster import doctor
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     async def print_findings(client: "AsyncClient") -> CommandExit:
         if output is OutputFormat.TABLE:
-            return await cluster_doctor.print_findings(client)
-        document, exit_code = await cluster_doctor.findings_document(client)
+            return await doctor.print_findings(client)
+        document, exit_code = await doctor.findings_document(client)
         print_document(document, output)
         return exit_code
 
@@ -636,7 +636,7 @@ def submit_job(
     context: ContextOption = None,
 ) -> None:
     """Create a job in the cluster, unless its plan is refused here already."""
-    from moejob_cli import cluster_jobs
+    from moejob_cli.cluster import jobs
     from moejob_cli.inputs import plan_file
     from moejob_cli.report import plan_report
 
@@ -646,17 +646,17 @@ def submit_job(
     # With its profile, which is in the cluster, a job may be another one.
     if not answer.plan.is_accepted and answer.job.spec.profile is None:
         raise typer.Exit(CommandExit.REFUSED)
-    choice = cluster_jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
+    choice = jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
 
     async def submit_answer(client: "AsyncClient") -> CommandExit:
-        return await cluster_jobs.submit_job(client, answer.job, dry_run=dry_run, follow=follow)
+        return await jobs.submit_job(client, answer.job, dry_run=dry_run, follow=follow)
 
     try:
-        raise typer.Exit(cluster_jobs.run_verb(choice, submit_answer))
+        raise typer.Exit(jobs.run_verb(choice, submit_answer))
     except KeyboardInterrupt:
         at = f" -n {choice.namespace}" if choice.namespace else ""
         at += f" --context {context}" if context else ""
-        typer.echo(cluster_jobs.follow_words(f"moejob watch {answer.job.metadata.name}{at}"), err=True)
+        typer.echo(jobs.follow_words(f"moejob watch {answer.job.metadata.name}{at}"), err=True)
         raise
 
 
@@ -680,7 +680,7 @@ def cancel_job(name: JobArgument, namespace: NamespaceOption = None, context: Co
 
 def _steer_job(name: str, namespace: str | None, context: str | None, result: str) -> NoReturn:
     """Change a job, and say by a participle what became of it."""
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     async def apply_change(client: "AsyncClient") -> CommandExit:
         actions = {"suspended": client.suspend, "resumed": client.resume, "deleted": client.cancel}
@@ -802,8 +802,8 @@ def _refuse_options(run: Path, options: "Sequence[str]") -> None:
 
 
 def _fetch_export(name: str, out: Path, target: ModelFormat, namespace: str | None, context: str | None) -> NoReturn:
-    from moejob_cli.cluster_files import fetch_export
-    from moejob_cli.cluster_jobs import ClusterChoice, run_verb
+    from moejob_cli.cluster.files import fetch_export
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
 
     is_megatron = target is ModelFormat.MEGATRON
     choice = ClusterChoice(namespace, context)

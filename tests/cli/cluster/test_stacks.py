@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moejob_api.contract.stacks import RankStacks
-from moejob_cli.rank_stacks import rank_ranges, stack_lines
+from moejob_cli.cluster.stacks import rank_ranges, stack_lines
 from moejob_client.rank_stacks import PodStacks
 
 WAITS = ("Thread 0x00007f0000000001 (most recent call first):", '  File "c10d.py", line 9 in all_reduce')

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from moejob_api.contract.stacks import STACKS_MODULE
-from moejob_cli.cluster_logs import parse_age
+from moejob_cli.cluster.logs import parse_age
 from pod_log_server import NAMESPACE, PodLogServer, ServedPod, serve_pod_logs
 
 Result = tuple[int, str, str]
@@ -279,7 +279,7 @@ def test_options_that_cannot_work_are_refused(arguments: list[str], words: str) 
 
 
 def test_a_verb_waits_for_no_import_that_it_does_not_need() -> None:
-    modules = "moejob_cli.app, moejob_cli.cluster_jobs, moejob_cli.cluster_logs, moejob_cli.cluster_files, "
-    modules += "moejob_cli.cluster_top, moejob_cli.rank_stacks"
+    modules = "moejob_cli.app, moejob_cli.cluster.jobs, moejob_cli.cluster.logs, moejob_cli.cluster.files, "
+    modules += "moejob_cli.cluster.top, moejob_cli.cluster.stacks"
     program = f"import sys, {modules}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
