@@ -95,7 +95,7 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{CLI}/board/step_columns.py", "open"): "the user's cache: read again where it is damaged",
     (f"{CLI}/board/step_columns.py", "replace"): "the user's cache: read again where it is damaged",
     (f"{CLI}/board/commands.py", "open"): "a report that a user asks for, in no run folder",
-    (f"{CLI}/board/cluster_page.py", "TemporaryDirectory"): "a copy for a page, removed with it",
+    (f"{CLI}/cluster/page.py", "TemporaryDirectory"): "a copy for a page, removed with it",
     (f"{CLI}/running/decisions.py", "open"): "a log of lines, synced; its reader leaves half lines out",
     (f"{CLI}/running/folder.py", "open"): "run.lock is empty; `_write` syncs file and folders",
     (f"{CLI}/running/folder.py", "fdopen"): "`_write` syncs file and folders",

@@ -13,6 +13,7 @@ import yaml
 from typer.models import CommandInfo
 
 from moejob_cli.app import app
+from moejob_cli.cluster.commands import verbs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCEPTED = EXAMPLES / "mixtral-8x7b-sft-16gpu.yaml"
@@ -446,7 +447,9 @@ def test_a_plan_ends_before_garbage_is_collected() -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+@pytest.mark.parametrize(
+    "command", [*app.registered_commands, *verbs.registered_commands], ids=lambda command: command.callback.__name__
+)
 def test_the_types_of_options_are_no_text_that_typer_would_evaluate(command: CommandInfo) -> None:
     assert command.callback is not None
     assert not [name for name, kind in command.callback.__annotations__.items() if isinstance(kind, str)]

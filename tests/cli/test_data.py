@@ -19,9 +19,11 @@ from moejob_api.contract.data_preview import (
 )
 from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
-from moejob_cli.app import OutputFormat, app, print_document
+from moejob_cli.app import app
 from moejob_cli.data_preview import PreviewFailure, preview_file
 from moejob_cli.data_report import data_report
+from moejob_cli.option_types import OutputFormat
+from moejob_cli.printing import print_document
 from ports import free_port
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/tiny-sft.yaml")

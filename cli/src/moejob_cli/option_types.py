@@ -1,0 +1,36 @@
+"""Options and arguments that several commands have.
+
+Annotations are not imported from __future__: they would be text, which typer evaluates four times for every command.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class OutputFormat(StrEnum):
+    """The format of an answer."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Set a field of the job for this command, as training.maxSteps=20 or data.train[0].source=chats.jsonl; "
+        "typed as in YAML, an empty value removes the field. May be given several times.",
+    ),
+]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace of the cluster. Default: that of the context.")
+]
+ContextOption = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig. Default: the current one.")
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job, @latest the newest.", show_default=False)]
