@@ -22,6 +22,7 @@ from moejob_api.contract.pods import (
     RunProgress,
     TerminationMessage,
 )
+from moejob_api.diagnosis.blockers import Blocker
 from moejob_api.diagnosis.reading import read_status
 from moejob_api.job.resources import GpuType
 from moejob_api.job.status import ConditionType, Status
@@ -383,6 +384,9 @@ class World:
         if "why" in status:
             # Its texts have the message of that failure.
             status["why"] = status["why"]["blocker"]
+        if status.get("why") == Blocker.SCHEDULER_ABSENT:
+            # No scheduler runs here; how long the operator took decides whether it has noticed.
+            del status["why"]
         kinds = sorted((kind, _without_uid(kind, name)) for kind, _, name in self.cluster.objects)
         return kinds, _without_times(status)
 

@@ -94,6 +94,8 @@ def unanswered(home: Home) -> list[str]:
     for job in home.plane.api.get(path(home.namespace))["items"]:
         about = {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob"} | job
         found = {said["type"]: said["status"] for said in job.get("status", {}).get("conditions", ())}
-        if found.get("Accepted") != str(judged(about).is_accepted):
+        # No profile is there.
+        is_accepted = judged(about).is_accepted and "profile" not in job["spec"]
+        if found.get("Accepted") != str(is_accepted):
             wrong.append(f"{job['metadata']['name']}: {json.dumps(job.get('status', {}).get('conditions', ()))[:300]}")
     return wrong
