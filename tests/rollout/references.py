@@ -90,6 +90,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "head_dim": 32,
         "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
         "intermediate_size": 64,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -28,8 +28,6 @@ Start = Callable[..., Engine]
         ("olmoe", 1),
         ("olmoe", 2),
         ("ernie4_5_moe", 1),
-        ("minimax_m2", 1),
-        ("minimax_m2", 2),
         ("gpt_oss", 1),
         ("gpt_oss", 2),
         ("qwen3_moe padded", 1),

@@ -270,6 +270,13 @@ LINEAR = ModelShape(
             id="experts of an engine on CPUs",
         ),
         pytest.param(
+            replace(QWEN, family=Family.MINIMAX_M2),
+            {"method": "GRPO", "resources": {"accelerator": "CPU"}},
+            Rule.ROLLOUT,
+            "take sigmoid scores of grouped experts only, and minimax_m2 has no groups; use GPUs, or another model",
+            id="sigmoid scores of an engine on CPUs",
+        ),
+        pytest.param(
             ModelShape(Family.LLAMA, 96, 512, True, 512, (Layer(GroupedAttention(4, 2, 24), DenseMLP(256)),)),
             {"method": "GRPO", "resources": {"accelerator": "CPU"}},
             Rule.ROLLOUT,

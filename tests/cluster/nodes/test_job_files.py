@@ -58,7 +58,7 @@ def test_stacks_and_files_come_through_a_real_kubelet(nodes: Cluster, home: Rele
     assert list_readers(job) == []
     job.await_end()
     # No rank was hurt: each step is done once, in the first pods.
-    assert job.run().steps() == [(1, 0, step) for step in range(1, 41)]
+    assert job.run().steps() == [(0, 0, step) for step in range(1, 41)]
     assert set(job.pod_uids().values()) <= set(uids.values())
 
     shown = [json.loads(line) for line in run_verb(job, "steps", "steered", "-o", "json").splitlines()]

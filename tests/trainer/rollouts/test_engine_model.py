@@ -15,7 +15,7 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_trainer.rollouts.engine_model import lay_out_model
 
-KEYS = ("topk_method", "scoring_func")
+KEYS = ("topk_method", "scoring_func", "use_routing_bias")
 
 
 def engine_config(family: Family, folder: Path) -> dict[str, Any]:
@@ -32,7 +32,13 @@ def engine_config(family: Family, folder: Path) -> dict[str, Any]:
 
 def test_engines_are_told_the_routing_of_deepseek_v3_which_transformers_leaves_out(tmp_path: Path) -> None:
     config = engine_config(Family.DEEPSEEK_V3, tmp_path)
-    assert [config[key] for key in KEYS] == ["noaux_tc", "sigmoid"]
+    assert [config.get(key) for key in KEYS] == ["noaux_tc", "sigmoid", None]
+
+
+def test_engines_are_told_the_routing_of_minimax_m2_which_transformers_leaves_out(tmp_path: Path) -> None:
+    config = engine_config(Family.MINIMAX_M2, tmp_path)
+    assert [config.get(key) for key in KEYS] == [None, "sigmoid", True]
+    assert config["rotary_dim"] == SMALL[Family.MINIMAX_M2]["rotary_dim"]
 
 
 @pytest.mark.parametrize("family", [Family.MIXTRAL, Family.QWEN3_MOE])

@@ -103,6 +103,9 @@ def _cpu_refusals(grpo: Grpo, shape: ModelShape) -> Iterator[str]:
             yield f"engines on CPUs take attention heads of {sizes} numbers, and the model's have {attention.head_dim}"
     if experts is not None and shape.hidden % columns:
         yield f"engines on CPUs take experts of a hidden size that {columns} divides, and the model's is {shape.hidden}"
+    if shape.family is Family.MINIMAX_M2:
+        # Seen with vLLM 0.32: an assertion at the first token.
+        yield f"engines on CPUs take sigmoid scores of grouped experts only, and {shape.family} has no groups"
     # Of other families vLLM fills up what is missing.
     if experts is not None and shape.family is Family.GPT_OSS and experts.intermediate // grpo.rollout.tensor % columns:
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,9 +14,12 @@ from moejob_trainer.data.links import copy_file
 from moejob_trainer.runtime.disk import Disk
 
 CONFIG_FILE = "config.json"
-# Transformers computes nothing else for this family, and drops both keys from files that it writes. vLLM needs them: it
-# has no room for the bias of the router without the first, and takes a softmax of the scores without the second.
-_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# Transformers computes nothing else for these families, and drops the keys from files that it writes. vLLM needs them:
+# it has no room for the bias of the router without the first, and takes a softmax of the scores without the second.
+_ROUTING: Mapping[Family, Mapping[str, object]] = {
+    Family.DEEPSEEK_V3: {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    Family.MINIMAX_M2: {"use_routing_bias": True, "scoring_func": "sigmoid"},
+}
 _AS_THEY_WERE = (
     "generation_config.json",
     "tokenizer*",
@@ -60,8 +64,8 @@ def _updated_config(published_config: dict[str, object], shape: ModelShape, dtyp
     changed_config.pop("quantization_config", None)
     if not shape.mtp_layers and shape_of(changed_config).mtp_layers:
         changed_config["num_nextn_predict_layers"] = 0
-    if shape.family is Family.DEEPSEEK_V3:
-        changed_config |= {key: changed_config.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
+    routing = _ROUTING.get(shape.family, {})
+    changed_config |= {key: changed_config.get(key) or value for key, value in routing.items()}
     if shape.family is Family.ERNIE4_5_MOE and "num_nextn_predict_layers" in changed_config:
         changed_config["num_nextn_predict_layers"] = 0
     if shape.family is Family.GLM4_MOE_LITE:
