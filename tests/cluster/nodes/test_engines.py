@@ -63,8 +63,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"
 _numbers = count()
 AHEAD_STEPS = 6
-# A trainer that is killed twenty times has steps left.
-KILLED_STEPS = 24
+# More than a trainer does that is killed twenty times.
+KILLED_STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,12 @@ def await_trainer(job: SubmittedJob) -> GangPod:
     return trainer
 
 
+def suspend(job: SubmittedJob) -> None:
+    """Stop a job: its launchers let ranks save, and end."""
+    job.set_suspended()
+    until(lambda: job.phase == "Suspended" and not job.list_pods(), seconds=TRAINING_SECONDS, waiting_for=job.describe)
+
+
 def await_weights(job: SubmittedJob) -> None:
     """Wait until weights of another version begin to travel to the engine."""
     folder = job.run().folder / "weights"
@@ -167,14 +173,15 @@ def await_weights(job: SubmittedJob) -> None:
     until(lambda: read_labels() - labels, seconds=TRAINING_SECONDS, waiting_for=job.describe)
 
 
-def require_prompts_kept(job: SubmittedJob, steps: int = AHEAD_STEPS) -> None:
+def require_prompts_kept(*jobs: SubmittedJob, steps: int = AHEAD_STEPS) -> None:
     """Each prompt that was drawn was taken by one step or is in the checkpoint; no token is older than one version."""
-    folder = job.run().folder
-    command = [str(TRAINER_PYTHON), "-m", "trainer.rollouts.recorded_groups", str(folder), str(steps)]
+    folders = [str(job.run().folder) for job in jobs]
+    command = [str(TRAINER_PYTHON), "-m", "trainer.rollouts.recorded_groups", *folders, str(steps)]
     check = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stderr
-    for step, answers in read_answers(job.run()).items():
-        assert {answer["version"] for answer in answers} <= {max(step - 2, 0), step - 1}
+    for job in jobs:
+        for step, answers in read_answers(job.run()).items():
+            assert {answer["version"] for answer in answers} <= {max(step - 2, 0), step - 1}
 
 
 def assert_like(run: Run, other: Run) -> None:
@@ -304,8 +311,9 @@ def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
     nodes: Cluster, engine_release: Release
 ) -> None:
     random = Random(45)
-    # Starts that are killed before their first checkpoint count.
-    patient = merge_sections(generate_ahead(KILLED_STEPS), {"spec": {"lifecycle": {"backoffLimit": 20}}})
+    # Starts that are killed before their first checkpoint count, and all checkpoints stay.
+    changes = {"lifecycle": {"backoffLimit": 40}, "storage": {"size": "12Gi"}}
+    patient = merge_sections(generate_ahead(KILLED_STEPS), {"spec": changes})
     with submit_with_engine(nodes, engine_release, patient) as job:
         engine = ready_engine(job)
         for _ in range(20):
@@ -313,28 +321,57 @@ def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
             # From before the ranks meet to the second step behind a resume.
             sleep(random.uniform(0, 30))
             kill_rank(await_trainer(job))
-        job.await_end()
         assert ready_engine(job) == engine
-        require_prompts_kept(job, KILLED_STEPS)
+        job.await_steps(2)
+        suspend(job)
+        require_prompts_kept(job, steps=job.run().last_step())
 
 
 @in_full
+@pytest.mark.parametrize(
+    "waited_seconds", [pytest.param(600, id="and waited for"), pytest.param(1, id="and ranks are started again")]
+)
 def test_a_reward_server_that_is_down_while_answers_are_written_ahead_costs_no_prompt(
-    nodes: Cluster, engine_release: Release
+    waited_seconds: int, nodes: Cluster, engine_release: Release
 ) -> None:
     server = start_reward_server(nodes, engine_release.namespace)
-    rewards = [{"url": server.url, "metricName": "letters"}]
-    changes = merge_sections(generate_ahead(AHEAD_STEPS), {"spec": {"grpo": {"rewards": rewards}}})
+    reward = {"url": server.url, "unavailableTimeoutSeconds": waited_seconds, "metricName": "letters"}
+    changes = merge_sections(generate_ahead(AHEAD_STEPS), {"spec": {"grpo": {"rewards": [reward]}}})
     with submit_with_engine(nodes, engine_release, changes) as job:
-        gang = await_generation(job, ready_engine(job))
+        gang, rank = await_generation(job, ready_engine(job)), await_trainer(job).rank
         server.stop()
         until(lambda: "is away" in job.read_trainer_log(), seconds=TRAINING_SECONDS, waiting_for=job.describe)
+        if waited_seconds == 1:
+            until(lambda: await_trainer(job).rank != rank, seconds=TRAINING_SECONDS, waiting_for=job.describe)
         server.start()
         job.await_end()
         assert job.pod_uids() == gang
-        assert job.run().steps() == [(0, 0, step) for step in range(1, AHEAD_STEPS + 1)]
+        assert bool(job.read()["status"]["restarts"]["ranks"]) is (waited_seconds == 1)
         require_prompts_kept(job)
     server.stop()
+
+
+@in_full
+def test_a_launcher_that_is_stopped_while_answers_are_written_ahead_is_continued_in_another_layout(
+    nodes: Cluster, engine_release: Release
+) -> None:
+    with submit_with_engine(nodes, engine_release, generate_ahead(AHEAD_STEPS)) as stopped:
+        await_generation(stopped, ready_engine(stopped))
+        suspend(stopped)
+        done = stopped.run().last_step()
+        assert 0 < done < AHEAD_STEPS
+        source = f"pvc://{stopped.name}-storage/{stopped.name}"
+        wider = {
+            "spec": {
+                "parallelism": {"data": 2},
+                "checkpoint": {"resumeFrom": source, "resume": "Run"},
+            }
+        }
+        with submit_with_engine(nodes, engine_release, merge_sections(generate_ahead(AHEAD_STEPS), wider)) as job:
+            job.await_end()
+            assert len(job.pod_uids()) == 2
+            assert [step for *_, step in job.run().steps()] == [*range(done + 1, AHEAD_STEPS + 1)]
+            require_prompts_kept(stopped, job)
 
 
 @in_full

@@ -1,6 +1,7 @@
 """Records of the groups that a GRPO run trained on and those that its checkpoints hold: what became of every prompt.
 
-As a program, for tests whose Python has no NumPy: `python -m trainer.rollouts.recorded_groups FOLDER STEPS`.
+As a program, for tests whose Python has no NumPy: `python -m trainer.rollouts.recorded_groups FOLDER... STEPS`, with
+the folders of the jobs that a run went through.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +77,13 @@ def read_state(checkpoint: Path) -> SavedState:
 
 def read_groups(folder: Path, steps: int) -> list[RecordedGroup]:
     """Return the groups of all steps of a run, in order."""
-    return [
-        group
-        for step in range(1, steps + 1)
-        for group in recorded_groups(load_file(folder / f"tokens/step-{step}.safetensors"), step)
-    ]
+    return [group for step in range(1, steps + 1) for group in read_step(step, (folder,))]
+
+
+def read_step(step: int, folders: Sequence[Path]) -> list[RecordedGroup]:
+    """Return the groups of a step, which the newest of the jobs that have done it has recorded."""
+    paths = [path for folder in folders if (path := folder / f"tokens/step-{step}.safetensors").exists()]
+    return recorded_groups(load_file(paths[-1]), step)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -90,10 +93,11 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(complete)]
 
 
-def require_nothing_lost(folder: Path, steps: int) -> None:
+def require_nothing_lost(folders: Sequence[Path], steps: int) -> None:
     """Every prompt that was drawn was taken by one step, or is in the last checkpoint; so it was at each of them."""
-    groups = read_groups(folder, steps)
-    newest = {state.step: state for state in map(read_state, complete_checkpoints(folder))}
+    groups = [group for step in range(1, steps + 1) for group in read_step(step, folders)]
+    checkpoints = [checkpoint for folder in folders for checkpoint in complete_checkpoints(folder)]
+    newest = {state.step: state for state in map(read_state, checkpoints)}
     assert [*newest] == [*range(1, steps + 1)]
     for state in newest.values():
         taken = [group.number for group in groups if group.step <= state.step]
@@ -101,4 +105,4 @@ def require_nothing_lost(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    require_nothing_lost(Path(sys.argv[1]), int(sys.argv[2]))
+    require_nothing_lost([Path(folder) for folder in sys.argv[1:-1]], int(sys.argv[-1]))

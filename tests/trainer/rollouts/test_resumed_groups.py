@@ -162,7 +162,7 @@ def test_a_run_that_is_killed_again_and_again_takes_each_prompt_once_in_any_layo
         assert not any(last.await_exit_codes()), last.read_log()
     finally:
         run.runs.close()
-    require_nothing_lost(run.folder, STEPS)
+    require_nothing_lost([run.folder], STEPS)
     contents = {group.number: group.contents for group in read_groups(run.folder, STEPS)}
     saved = {number: each for state in resumed_states for number, each in state.finished.items()}
     assert saved, "no checkpoint had a finished group: the test has tested nothing"
