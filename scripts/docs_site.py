@@ -65,5 +65,6 @@ def _site_link(link: str, here: str) -> str:
 
 def _outside_pages() -> Iterator[tuple[str, str]]:
     for pattern in OUTSIDE:
-        for path in sorted(ROOT.glob(pattern)):
+        # Running an example leaves compiled files beside it.
+        for path in sorted(path for path in ROOT.glob(pattern) if path.suffix != ".pyc"):
             yield f"project/{path.relative_to(ROOT)}", path.read_text()
