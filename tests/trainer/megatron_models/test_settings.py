@@ -18,10 +18,16 @@ from moejob_trainer.model.architecture import read_architecture
 GLM: dict[str, Any] = {"num_nextn_predict_layers": 0, "n_group": 4, "topk_group": 2}
 
 
-def provider(family: Family = Family.QWEN3_MOE, transformer: dict[str, str] | None = None, **changes: Any) -> Any:
+def provider(
+    family: Family = Family.QWEN3_MOE, transformer: dict[str, str] | None = None, expert: int = 1, **changes: Any
+) -> Any:
     """The settings of a small model."""
     published = config(family, **changes)
-    job = spec(model={"implementation": "Megatron", "transformer": transformer or {}}, training={"globalBatchSize": 8})
+    job = spec(
+        model={"implementation": "Megatron", "transformer": transformer or {}},
+        training={"globalBatchSize": 8},
+        parallelism={"data": expert, "expert": expert},
+    )
     layout = derive_layout(job.parallelism, job.resources.gpus_per_node)
     return make_provider(published, read_architecture(published), job, layout, torch.device("cpu"))
 
@@ -60,6 +66,20 @@ def test_groups_of_experts_that_megatron_ranks_otherwise_are_refused() -> None:
     assert provider(Family.GLM4_MOE, **GLM, num_experts_per_tok=4).moe_router_num_groups == 4
     with pytest.raises(BadConfiguration, match="its best 1, where the model's own code takes 2"):
         provider(Family.GLM4_MOE, **GLM, num_experts_per_tok=3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        (Family.QWEN3, {}, 1),
+        (Family.QWEN3_MOE, {}, 2),
+        (Family.GLM4_MOE, GLM | {"num_experts_per_tok": 4}, 2),
+        (Family.MINIMAX_M2, {}, 2),
+    ],
+    ids=["dense", "softmax scores", "sigmoid scores of groups", "sigmoid scores"],
+)
+def test_megatron_divides_the_experts_that_a_model_has(family: Family, changes: dict[str, Any], expected: int) -> None:
+    assert provider(family, expert=2, **changes).expert_model_parallel_size == expected
 
 
 def test_all_shared_experts_are_counted() -> None:

@@ -75,17 +75,7 @@ def make_provider(
     of_job["rotary_base"] = model.rotary.theta
     of_job["share_embeddings_and_output_weights"] = model.shape.tied_embeddings
     of_job |= {"vocab_size": padded_vocabulary(model.shape), "use_cpu_initialization": device.type == "cpu"}
-    if (experts := model.shape.experts) is not None:
-        # Bridge gives GLM-4.5 one shared expert, whatever its config says.
-        of_job["moe_shared_expert_intermediate_size"] = experts.shared_intermediate or None
-    if model.routing is not None and model.routing.scoring is Scoring.SOFTMAX:
-        # Bridge gives OLMoE weights that are not divided by their sum, whatever norm_topk_prob says.
-        of_job["moe_router_pre_softmax"] = not model.routing.renormalized
-        # Bridge gives ERNIE-4.5 sigmoid scores, beside which alone Megatron has a bias; `BiasedSoftmaxRouter` has one.
-        of_job |= {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
-    else:
-        # Megatron refuses to divide experts that a model does not have. Each rank of the group has the whole layer.
-        of_job["expert_model_parallel_size"] = 1
+    of_job |= _expert_settings(model)
     chosen = read_overrides(spec.model.transformer or {}, frozenset(of_job))
     for name, value in {**_WITHOUT_FUSIONS, **of_job, **chosen}.items():
         setattr(provider, name, value)
@@ -95,6 +85,21 @@ def make_provider(
         raise BadConfiguration(f"Megatron refuses the settings of this model: {error}") from error
     _check_numbers(provider, model)
     return provider
+
+
+def _expert_settings(model: Architecture) -> Mapping[str, Any]:
+    experts, routing = model.shape.experts, model.routing
+    if experts is None or routing is None:
+        # Megatron refuses to divide experts that a model does not have. Each rank of the group has the whole layer.
+        return {"expert_model_parallel_size": 1}
+    # Bridge gives GLM-4.5 one shared expert, whatever its config says.
+    settings: dict[str, Any] = {"moe_shared_expert_intermediate_size": experts.shared_intermediate or None}
+    if routing.scoring is Scoring.SOFTMAX:
+        # Bridge gives OLMoE weights that are not divided by their sum, whatever norm_topk_prob says.
+        settings["moe_router_pre_softmax"] = not routing.renormalized
+        # Bridge gives ERNIE-4.5 sigmoid scores, beside which alone Megatron has a bias; `BiasedSoftmaxRouter` has one.
+        settings |= {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+    return settings
 
 
 def _check_numbers(provider: Any, model: Architecture) -> None:
