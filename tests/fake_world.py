@@ -427,6 +427,16 @@ class World:
         self.cluster.store_changed(pod | {"status": before | status | {"conditions": list(conditions.values())}})
 
 
+def running_world() -> World:
+    """Return a world whose job has been accepted and whose gang runs."""
+    world = World()
+    world.apply()
+    world.settle()
+    world.run()
+    world.settle()
+    return world
+
+
 def _container(state: Body) -> Body:
     return {"name": "trainer", "image": "", "imageID": "", "ready": False, "restartCount": 0, "state": state}
 

@@ -417,7 +417,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         **SPARE,
     ),
     scenario(
-        "a job with a spare is suspended and goes on",
+        "a job with a spare is suspended and resumed",
         STARTED,
         SPARE_MADE,
         SPARE_WAITS,

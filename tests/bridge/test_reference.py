@@ -17,6 +17,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from trainer.parity.cells import (
+    MEGATRON_NUMBERS,
     Cell,
     make_documents,
     make_loss,
@@ -28,10 +29,6 @@ from trainer.parity.cells import (
     start_engine,
 )
 
-# Where Megatron and Transformers read a config differently, it says what published ones say. Megatron takes one epsilon
-# for all norms, Transformers 1e-6 for those of compressed vectors; Megatron scores a group of experts by its best
-# (experts of a token / kept groups), Transformers by its best two.
-_DEEPSEEK = {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4, "topk_group": 2}
 FAMILIES: dict[Family, dict[str, Any]] = {
     Family.LLAMA: {},
     Family.QWEN2: {},
@@ -39,7 +36,7 @@ FAMILIES: dict[Family, dict[str, Any]] = {
     Family.QWEN3_MOE: {},
     Family.MIXTRAL: {},
     Family.QWEN2_MOE: {},
-    Family.DEEPSEEK_V3: _DEEPSEEK,
+    Family.DEEPSEEK_V3: MEGATRON_NUMBERS[Family.DEEPSEEK_V3],
 }
 CLOSE = 1e-5
 ONE = (23,)

@@ -202,7 +202,7 @@ def test_a_mirror_has_the_small_files_of_a_run_and_grows_with_them(run_folder: P
 
     async def story(server: PodLogServer, client: AsyncClient) -> None:
         pod = await server.add_pod(ServedPod("job-0", "uid-0"))
-        assert await client.mirror("job", mirror, may_start_pod=False)
+        assert await client.refresh_mirror("job", mirror, may_start_pod=False)
         names = {str(path.relative_to(mirror.folder)) for path in mirror.folder.rglob("*") if path.is_file()}
         assert names == {
             *("spec.json", "steps.jsonl", "experts.jsonl"),
@@ -214,13 +214,13 @@ def test_a_mirror_has_the_small_files_of_a_run_and_grows_with_them(run_folder: P
         (run_folder / "steps.jsonl").write_text(steps)
         write_record(run_folder, 2, "second")
         (run_folder / "samples" / "step-11.jsonl").write_text('{"answer": "new"}\n')
-        assert await client.mirror("job", mirror, may_start_pod=False)
+        assert await client.refresh_mirror("job", mirror, may_start_pod=False)
         for name in ("steps.jsonl", "samples/step-11.jsonl", f"record/{attempt_folder_name(2)}/{pod_record_name(0)}"):
             assert (mirror.folder / name).read_bytes() == (run_folder / name).read_bytes()
         await server.change_pod(pod, "terminated")
-        assert not await client.mirror("job", mirror, may_start_pod=False)
+        assert not await client.refresh_mirror("job", mirror, may_start_pod=False)
         assert server.readers == []
-        assert await client.mirror("job", mirror, may_start_pod=True)
+        assert await client.refresh_mirror("job", mirror, may_start_pod=True)
         assert len(server.readers) == 1
 
     run_story(run_folder, story)

@@ -7,7 +7,7 @@ are skipped by name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
 from moejob_trainer.interchange.bridge_import import import_auto_bridge
 from moejob_trainer.interchange.megatron_bridge import adapt_config, adapt_provider
-from trainer.parity.cells import reference_model
+from trainer.parity.cells import MEGATRON_NUMBERS, reference_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -47,12 +47,6 @@ FAMILIES = (
     Family.QWEN2_MOE,
     Family.GPT_OSS,
 )
-# Numbers for which Megatron means what the models' own code means: it ranks a group of experts by its best
-# num_experts_per_tok / topk_group of them, where DeepSeek and GLM add up two, and DeepSeek's inner norms keep to 1e-6.
-NUMBERS: Mapping[Family, dict[str, Any]] = {
-    Family.GLM4_MOE: {"num_experts_per_tok": 4, "topk_group": 2},
-    Family.DEEPSEEK_V3: {"num_experts_per_tok": 4, "topk_group": 2, "rms_norm_eps": 1e-6},
-}
 # Logits are about 1. Kernels of attention and of grouped products add in an order of their own.
 MOST_DIFFERENCE = 2e-4
 PLAIN: dict[str, Any] = {
@@ -115,7 +109,7 @@ def test_what_megatron_with_transformer_engine_saves_imports_to_the_same_tensors
 
 
 def publish_model(family: Family, folder: Path) -> tuple[Path, nn.Module]:
-    reference = reference_model(family, **NUMBERS.get(family, {})).eval()
+    reference = reference_model(family, **MEGATRON_NUMBERS.get(family, {})).eval()
     reference.save_pretrained(folder / "published")
     return folder / "published", reference
 

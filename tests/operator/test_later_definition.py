@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from builders import merge_sections
-from fake_world import World
+from fake_world import World, running_world
 from moejob_api.job.status import ConditionType
 
 LATER: dict[str, Any] = {"newSection": {"a": 1}, "storage": {"newField": True}, "data": {"train": [{"newField": 1}]}}
@@ -18,17 +18,8 @@ def fill_defaults(world: World) -> None:
     world.cluster.store_changed(world.job | {"spec": spec})
 
 
-def running() -> World:
-    world = World()
-    world.apply()
-    world.settle()
-    world.run()
-    world.settle()
-    return world
-
-
 def test_an_operator_that_starts_anew_keeps_and_mends_the_gang_of_such_a_job() -> None:
-    world = running()
+    world = running_world()
     before = world.pod(1)["metadata"]["uid"]
     fill_defaults(world)
     world.restart_operator()
@@ -40,7 +31,7 @@ def test_an_operator_that_starts_anew_keeps_and_mends_the_gang_of_such_a_job() -
 
 
 def test_such_a_job_can_be_suspended() -> None:
-    world = running()
+    world = running_world()
     fill_defaults(world)
     world.restart_operator()
     world.set_lifecycle(suspend=True)

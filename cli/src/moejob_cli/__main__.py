@@ -31,18 +31,14 @@ def _run() -> None:
     import typer
 
     from moejob_api.problems import InvalidSpec
-    from moejob_cli.app import app
+    from moejob_cli.app import app, print_hint
 
     try:
         app()
     except InvalidSpec as error:
         for problem in error.problems:
             typer.echo(f"error: {problem}", err=True)
-        from moejob_cli.field_docs import explain_hint
-
-        hint = explain_hint(error.problems)
-        if hint is not None:
-            typer.echo(hint, err=True)
+        print_hint(error.problems)
         sys.exit(CommandExit.UNREADABLE)
     except BrokenPipeError:
         # The reader of a pipe (head, less) went away. Point stdout elsewhere, or Python complains while it closes it.

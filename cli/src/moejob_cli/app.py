@@ -110,7 +110,7 @@ def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
     except InvalidSpec as error:
         for problem in error.problems:
             typer.echo(f"error: {_add_file_name(file, str(problem))}", err=True)
-        _print_hint(error.problems)
+        print_hint(error.problems)
         return CommandExit.UNREADABLE
     for problem in answer.plan.problems:
         typer.echo(f"{file}: {problem}")
@@ -119,7 +119,7 @@ def _validate_file(file: str, settings: "Sequence[str]") -> CommandExit:
     for reason in unreadable_sources(answer.job.spec):
         typer.echo(f"{file}: not here: {reason}")
     if not answer.plan.is_accepted:
-        _print_hint(answer.plan.problems)
+        print_hint(answer.plan.problems)
         return CommandExit.REFUSED
     typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
     return CommandExit.ACCEPTED
@@ -143,7 +143,7 @@ def explain_field(
     typer.echo(field_docs.explain_field(field))
 
 
-def _print_hint(problems: "Sequence[Problem]") -> None:
+def print_hint(problems: "Sequence[Problem]") -> None:
     """Lead from a refusal to the field that it is about."""
     if not problems:
         return
@@ -236,7 +236,7 @@ def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoRet
         from moejob_cli.report import plan_report
 
         print_report(plan_report(answer, ranks))
-        _print_hint(answer.plan.problems)
+        print_hint(answer.plan.problems)
     else:
         from moejob_cli.document import plan_document
 
@@ -285,7 +285,7 @@ def _train_here(file: str, run_dir: Path | None, settings: "Sequence[str]") -> i
         from moejob_cli.report import plan_report
 
         print_report(plan_report(answer, all_ranks=False))
-        _print_hint(answer.plan.problems)
+        print_hint(answer.plan.problems)
         return CommandExit.REFUSED
     from moejob_cli.running import command, display
 

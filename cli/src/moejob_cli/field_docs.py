@@ -46,11 +46,11 @@ def _unknown_place(path: str, known_path: str) -> tuple[str | int, ...]:
     """Return the place of the first name of a path that is no field, behind the part that is one."""
     field = _find_field(known_path)
     is_list = field is not None and field.element is not None
-    unknown_name = next(_steps(path.removeprefix(f"{known_path}.")))
-    return (*_steps(known_path), *((0,) if is_list else ()), unknown_name)
+    unknown_name = next(_path_names(path.removeprefix(f"{known_path}.")))
+    return (*_path_names(known_path), *((0,) if is_list else ()), unknown_name)
 
 
-def _steps(path: str) -> Iterator[str]:
+def _path_names(path: str) -> Iterator[str]:
     """Yield the names of a path without the places in lists."""
     for step in path.split("."):
         yield step.partition("[")[0]
@@ -58,7 +58,7 @@ def _steps(path: str) -> Iterator[str]:
 
 def _find_field(path: str) -> JobField | None:
     field: JobField | None = job_fields()
-    for step in _steps(path):
+    for step in _path_names(path):
         if field is not None and field.element is not None:
             field = field.element
         field = field.fields.get(step) if field is not None else None

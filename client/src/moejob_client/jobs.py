@@ -222,7 +222,7 @@ class AsyncClient:
         async with open_volume(self._http, job, pods, _ignore_report) as volume:
             return await read_last_steps(volume, count)
 
-    async def mirror(
+    async def refresh_mirror(
         self, name: str, mirror: RunMirror, *, may_start_pod: bool, report: Callable[[str], object] = _ignore_report
     ) -> bool:
         """Bring a copy of the run folder up to date; False where no pod runs and none may be started."""
@@ -231,7 +231,7 @@ class AsyncClient:
         if not may_start_pod and not has_running_trainer(pods):
             return False
         async with open_volume(self._http, job, pods, report) as volume:
-            await mirror.refresh(volume)
+            await mirror.refresh_files(volume)
         return True
 
     async def stacks(self, name: str) -> AsyncGenerator[PodStacks]:

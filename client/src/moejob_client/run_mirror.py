@@ -29,7 +29,7 @@ class RunMirror:
     folder: Path
     _samples: set[str] = field(init=False, default_factory=set)
 
-    async def refresh(self, volume: JobVolume) -> None:
+    async def refresh_files(self, volume: JobVolume) -> None:
         """Read what was added since the last time."""
         for name in _GROWING:
             await self._read_new_lines(volume, name)

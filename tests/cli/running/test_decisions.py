@@ -28,8 +28,9 @@ from moejob_cli.running.display import RunView, closing_lines, draw_view, durati
 from moejob_cli.running.launchers import LauncherPorts, LocalRun, engine_orders, launcher_order
 from moejob_cli.running.machine import CannotRun, LocalMachine, require_capacity, trainer_python, visible_gpus
 from moejob_cli.running.recovery import PodReport, choose_recovery, state_after_poll
-from moejob_cli.running.steps import StepLine, StepLog, seconds_left, sparkline, tokens_per_second
+from moejob_cli.running.steps import StepLine, StepLog, seconds_left, tokens_per_second
 from moejob_cli.running.supervision import current_phase
+from moejob_cli.sparklines import sparkline
 
 DEADLINE = 100
 

@@ -72,11 +72,11 @@ def test_an_engine_that_died_is_named_and_started_again(engines: RunEngines, tmp
 
     eventually(has_said)
     assert said == [f"engine {index} ended with -9 and is started again"]
-    assert engines.ends == {0: 0, 1: 0} | {int(index): 1}
+    assert engines.engine_ends == {0: 0, 1: 0} | {int(index): 1}
     eventually(lambda: not lives(worker))
     eventually(lambda: engines.keep_running() == [] and len(started(tmp_path, 2)) == 3)
     engines.forget_ends()
-    assert engines.ends == {0: 0, 1: 0}
+    assert engines.engine_ends == {0: 0, 1: 0}
 
 
 def test_an_engine_that_cannot_start_is_refused_with_its_last_line(tmp_path: Path) -> None:

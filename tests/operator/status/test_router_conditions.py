@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from fake_world import World
+from fake_world import World, running_world
 from moejob_api.contract.pods import ExitCode, PodOutcome, TerminationMessage
 from moejob_api.job.status import ConditionType
 from moejob_api.router_health import collapse_text, health_measures
 
 KIND = ConditionType.ROUTER_COLLAPSED
 POLL_SECONDS = 31.0
-
-
-def running() -> World:
-    world = World()
-    world.apply()
-    world.settle()
-    world.run()
-    world.settle()
-    return world
 
 
 def report(world: World, step: int, layers: tuple[int, ...] | None) -> None:
@@ -36,7 +27,7 @@ def written(world: World) -> object:
 
 
 def test_a_run_with_sound_routers_has_no_condition_about_them() -> None:
-    world = running()
+    world = running_world()
     report(world, 3, None)
     report(world, 8, ())
     assert written(world) is None
@@ -44,7 +35,7 @@ def test_a_run_with_sound_routers_has_no_condition_about_them() -> None:
 
 
 def test_a_collapsed_router_is_a_condition_an_event_and_an_obstacle() -> None:
-    world = running()
+    world = running_world()
     report(world, 5, (3, 4, 5))
     assert world.condition(KIND) == "True ExpertsUnused"
     assert world.message(KIND) == collapse_text((3, 4, 5))
@@ -54,7 +45,7 @@ def test_a_collapsed_router_is_a_condition_an_event_and_an_obstacle() -> None:
 
 
 def test_the_condition_is_written_again_when_its_meaning_changes_alone() -> None:
-    world = running()
+    world = running_world()
     report(world, 5, (3,))
     first = written(world)
     report(world, 6, (3,))
@@ -67,7 +58,7 @@ def test_the_condition_is_written_again_when_its_meaning_changes_alone() -> None
 
 
 def test_a_router_that_recovers_is_over() -> None:
-    world = running()
+    world = running_world()
     report(world, 5, (3,))
     report(world, 40, ())
     assert world.condition(KIND) == "False Recovered"
@@ -78,7 +69,7 @@ def test_a_router_that_recovers_is_over() -> None:
 
 
 def test_the_condition_outlives_the_run() -> None:
-    world = running()
+    world = running_world()
     report(world, 99, (3,))
     world.end_all_pods(ExitCode.DONE, TerminationMessage(outcome=PodOutcome.COMPLETED))
     world.settle()

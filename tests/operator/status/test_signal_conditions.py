@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fake_world import World
+from fake_world import World, running_world
 from moejob_api.job.status import ConditionType
 from moejob_api.learning_signals import SignalKind, signal_measures, signals_text
 from moejob_api.router_health import health_measures
@@ -12,15 +12,6 @@ from moejob_api.router_health import health_measures
 KIND = ConditionType.NOTHING_LEARNED
 POLL_SECONDS = 31.0
 FLAT, CUT = SignalKind.FLAT, SignalKind.CUT
-
-
-def running() -> World:
-    world = World()
-    world.apply()
-    world.settle()
-    world.run()
-    world.settle()
-    return world
 
 
 def report(world: World, step: int, signals: tuple[SignalKind, ...] | None) -> None:
@@ -43,7 +34,7 @@ def written(world: World) -> object:
 
 
 def test_a_run_that_learns_has_no_condition_about_it() -> None:
-    world = running()
+    world = running_world()
     report(world, 3, None)
     report(world, 8, ())
     assert written(world) is None
@@ -61,7 +52,7 @@ def test_a_run_that_learns_has_no_condition_about_it() -> None:
 def test_a_run_that_learns_little_has_a_condition_an_event_and_an_obstacle(
     signals: tuple[SignalKind, ...], reason: str
 ) -> None:
-    world = running()
+    world = running_world()
     report(world, 5, signals)
     assert world.condition(KIND) == f"True {reason}"
     assert signal_events(world) == ["Warning NothingLearned"]
@@ -70,7 +61,7 @@ def test_a_run_that_learns_little_has_a_condition_an_event_and_an_obstacle(
 
 
 def test_the_condition_is_written_again_when_its_meaning_changes_alone() -> None:
-    world = running()
+    world = running_world()
     report(world, 5, (FLAT,))
     first = written(world)
     report(world, 6, (FLAT,))
@@ -83,7 +74,7 @@ def test_the_condition_is_written_again_when_its_meaning_changes_alone() -> None
 
 
 def test_a_run_that_learns_again_has_nothing_in_its_way() -> None:
-    world = running()
+    world = running_world()
     report(world, 5, (CUT,))
     report(world, 40, ())
     assert world.condition(KIND) == "False Recovered"

@@ -103,7 +103,7 @@ def test_a_signal_during_an_exec_waits_for_the_new_program() -> None:
 
 def test_threads_that_block_every_signal_hold_up_no_reader() -> None:
     process = start_program(RANK)
-    found = RankProcess.find(process.pid)
+    found = RankProcess.find_rank(process.pid)
     assert found is not None
     began = time.monotonic()
     [stacks] = read_stacks([found], 30)
@@ -115,7 +115,7 @@ def test_threads_that_block_every_signal_hold_up_no_reader() -> None:
 
 def test_a_stopped_rank_is_said_to_be_stopped_and_answers_later() -> None:
     process = start_program(RANK)
-    found = RankProcess.find(process.pid)
+    found = RankProcess.find_rank(process.pid)
     assert found is not None
     process.send_signal(signal.SIGSTOP)
     [stacks] = read_stacks([found], 0.2)
@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_said_to_be_stopped_and_answers_later() -> None:
 
 def test_a_process_without_a_handler_gets_no_signal() -> None:
     process = start_program(NO_RANK)
-    found = RankProcess.find(process.pid)
+    found = RankProcess.find_rank(process.pid)
     assert found is not None
     [stacks] = read_stacks([found], 5)
     assert "has no handler" in stacks.problem
@@ -138,13 +138,13 @@ def test_a_process_without_a_handler_gets_no_signal() -> None:
 
 def test_a_rank_that_has_ended_is_no_error() -> None:
     process = start_program(RANK)
-    found = RankProcess.find(process.pid)
+    found = RankProcess.find_rank(process.pid)
     assert found is not None
     process.kill()
     process.wait()
     [stacks] = read_stacks([found], 5)
     assert (stacks.lines, stacks.problem) == ((), "it cannot be asked: No such process")
-    assert RankProcess.find(process.pid) is None
+    assert RankProcess.find_rank(process.pid) is None
 
 
 def children(pid: int) -> list[int]:

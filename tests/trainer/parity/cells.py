@@ -108,6 +108,14 @@ MODELS: dict[Family, dict[str, Any]] = {
     Family.QWEN3: _GROUPED | {"tie_word_embeddings": True},
 }
 
+# Where Megatron and Transformers read a config differently, it says what published ones say. Megatron takes one epsilon
+# for all norms, Transformers 1e-6 for those of compressed vectors; Megatron scores a group of experts by its best
+# (experts of a token / kept groups), Transformers by its best two.
+MEGATRON_NUMBERS: dict[Family, dict[str, Any]] = {
+    Family.GLM4_MOE: {"num_experts_per_tok": 4, "topk_group": 2},
+    Family.DEEPSEEK_V3: {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4, "topk_group": 2},
+}
+
 FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
 # Ways to train that change nothing, in any layout.
 ALIKE: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ async def open_page(
     with TemporaryDirectory(prefix="moejob-open-") as folder:
         mirror = RunMirror(Path(folder) / job.name)
         mirror.folder.mkdir()
-        await jobs.mirror(job.name, mirror, may_start_pod=True, report=print_notice)
+        await jobs.refresh_mirror(job.name, mirror, may_start_pod=True, report=print_notice)
         if not any(path.stat().st_size for path in mirror.folder.rglob("*") if path.is_file()):
             raise JobRequestError(
                 RequestFailure.NO_FILE, f"the run folder of {job.name} is empty: no rank has started yet"
@@ -56,6 +56,6 @@ async def open_page(
 async def _refresh_copy(jobs: AsyncClient, name: str, mirror: RunMirror) -> None:
     """Refresh the copy by a pod that runs. What was read stays on the page if the cluster does not answer."""
     try:
-        await jobs.mirror(name, mirror, may_start_pod=False)
+        await jobs.refresh_mirror(name, mirror, may_start_pod=False)
     except JobRequestError as error:
         print_notice(f"the page is not refreshed: {error}")

@@ -17,11 +17,11 @@ import typer
 from moejob_api.contract.texts import escaped_text
 from moejob_api.job.phase import Phase
 from moejob_cli.exits import CommandExit
+from moejob_cli.sparklines import sparkline
 from moejob_client.job_view import JobView
 from moejob_client.jobs import AsyncClient
 
 _STEPS = 60
-_BARS = "▁▂▃▄▅▆▇█"
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
 _GIB = 1024**3
 # Sums of such numbers overflow.
@@ -51,7 +51,7 @@ async def show_job(jobs: AsyncClient, name: str, seconds: float, *, is_json: boo
 
 def job_document(job: JobView, steps: Sequence[Step]) -> dict[str, Any]:
     """Return what the screen shows as plain values, with every number of the last step."""
-    display = {key: job.status_text("display", key) for key in ("step", "score", "speed", "eta")}
+    display = _display_texts(job)
     why = job.status_text("why", "message")
     return {
         "name": job.name,
@@ -62,9 +62,13 @@ def job_document(job: JobView, steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
+def _display_texts(job: JobView) -> dict[str, str]:
+    return {key: job.status_text("display", key) for key in ("step", "score", "speed", "eta")}
+
+
 def screen_lines(job: JobView, steps: Sequence[Step] | None) -> Iterator[str]:
     """Yield the lines of the screen; without steps those that the job itself has."""
-    display = {key: job.status_text("display", key) for key in ("step", "score", "speed", "eta")}
+    display = _display_texts(job)
     eta = f", {display['eta']} left" if display["eta"] else ""
     yield f"{job.namespace}/{job.name}  {job.status_text('phase') or 'New'}  {display['step']}{eta}"
     if why := job.status_text("why", "message"):
@@ -76,47 +80,42 @@ def screen_lines(job: JobView, steps: Sequence[Step] | None) -> Iterator[str]:
         return
     last = steps[-1]
     for name, label in (("loss", "loss"), ("reward", "reward")):
-        if _number(last, name) is not None:
-            yield f"{label:<8} {_number(last, name):<10.4g} {sparkline([_number(step, name) for step in steps])}"
+        if _read_number(last, name) is not None:
+            yield f"{label:<8} {_read_number(last, name):<10.4g} {_draw_curve(steps, name)}"
     yield from _resource_lines(last, steps)
     yield from _time_lines(steps)
 
 
 def _resource_lines(last: Step, steps: Sequence[Step]) -> Iterator[str]:
-    speed, mfu, flops = (_number(last, name) for name in ("tokensPerSecondPerGpu", "mfu", "tflopsPerGpu"))
+    speed, mfu, flops = (_read_number(last, name) for name in ("tokensPerSecondPerGpu", "mfu", "tflopsPerGpu"))
     if speed is not None:
-        curve = sparkline([_number(step, "tokensPerSecondPerGpu") for step in steps])
+        curve = _draw_curve(steps, "tokensPerSecondPerGpu")
         yield f"speed    {speed:<10,.4g} {curve} tokens/s/GPU"
     if mfu is not None or flops is not None:
         words = [f"{100 * mfu:.1f} % of peak" if mfu is not None else "", f"{flops:,.0f} TFLOP/s" if flops else ""]
         yield f"GPU      {', '.join(filter(None, words))}"
-    if (memory := _number(last, "peakMemoryBytes")) is not None:
+    if (memory := _read_number(last, "peakMemoryBytes")) is not None:
         yield f"memory   {memory / _GIB:.1f} GiB at most, on the fullest rank"
 
 
 def _time_lines(steps: Sequence[Step]) -> Iterator[str]:
-    seconds = [value for step in steps if (value := _number(step, "seconds")) is not None]
+    seconds = [value for step in steps if (value := _read_number(step, "seconds")) is not None]
     if not seconds:
         return
     total = sum(seconds)
-    sums = {label: sum(_number(step, name) or 0.0 for step in steps) for name, label in _WAITS.items()}
+    sums = {label: sum(_read_number(step, name) or 0.0 for step in steps) for name, label in _WAITS.items()}
     shares = [f"{label} {100 * spent / total:.0f} %" for label, spent in sums.items() if spent > 0.005 * total > 0]
     yield f"step     {total / len(seconds):.3g} s, mean of {len(seconds)}" + (
         f"; {', '.join(shares)}" if shares else ""
     )
 
 
-def sparkline(values: Sequence[float | None]) -> str:
-    """Return values as bars, the least as the lowest; a missing one as a space."""
-    numbers = [value for value in values if value is not None]
-    if not numbers:
-        return ""
-    least, span = min(numbers), max(numbers) - min(numbers)
-    top = len(_BARS) - 1
-    return "".join(" " if v is None else _BARS[round(top * (v - least) / span) if span else 0] for v in values)
+def _draw_curve(steps: Sequence[Step], name: str) -> str:
+    numbers = (_read_number(step, name) for step in steps)
+    return sparkline([number for number in numbers if number is not None], _STEPS)
 
 
-def _number(step: Step, name: str) -> float | None:
+def _read_number(step: Step, name: str) -> float | None:
     value = step.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

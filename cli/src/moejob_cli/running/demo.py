@@ -17,7 +17,6 @@ from moejob_cli.running.machine import CannotRun, installed_trainer, is_trainer_
 from moejob_cli.running.trainer_environment import FILES, EnvironmentNotMade, cached_environment, make_environment
 
 JOB = FILES / "tiny-sft.yaml"
-FOLDER = Path("runs/demo")
 QUESTION = "count from 2 to 5"
 _JOB_NAME = "tiny-sft"
 

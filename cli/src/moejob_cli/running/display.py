@@ -19,7 +19,8 @@ from rich.text import Text
 from moejob_api.contract.pods import RunFile, escaped_lines
 from moejob_api.job.grpo import Grpo
 from moejob_api.learning_signals import signal_words, weak_signals
-from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
+from moejob_cli.running.steps import StepLine, seconds_left, tokens_per_second
+from moejob_cli.sparklines import sparkline
 
 _LINE_SECONDS = 5.0
 _PHASE_LINE_SECONDS = 10.0

@@ -42,7 +42,7 @@ class RunEngines:
         self._ends = dict.fromkeys(self._starts, 0)
 
     @property
-    def ends(self) -> Mapping[int, int]:
+    def engine_ends(self) -> Mapping[int, int]:
         """The ends of each engine since ranks made their last step."""
         return self._ends
 

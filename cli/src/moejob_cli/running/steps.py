@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-_BARS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
 
 
@@ -87,16 +86,3 @@ def seconds_left(lines: Sequence[StepLine], total_steps: int | None) -> float | 
     if not lines or total_steps is None:
         return None
     return median(line.seconds for line in lines[-_RECENT_STEPS:]) * max(0, total_steps - lines[-1].step)
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a row of at most `width` bars; each bar is the mean of its share."""
-    shown = [value for value in values if isfinite(value)]
-    if not shown:
-        return ""
-    count = min(width, len(shown))
-    shares = [shown[i * len(shown) // count : (i + 1) * len(shown) // count] for i in range(count)]
-    means = [sum(share) / len(share) for share in shares]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import assert_never
 
+from moejob_api.contract.names import CHECKPOINT_MARKER
 from moejob_api.contract.pods import ExitCode, RunFile, RunPhase, engine_ends_text, parse_engine_ends, parse_phase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery.restarts import GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartBudget, RestartRanks
@@ -295,7 +296,7 @@ class Supervision:
         if run is not None and run.last_checkpoint_step is not None:
             # The recovery state would also know steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
-        doing, percentage, seconds = current_phase(pods, engine_ends_text(self._engines.ends))
+        doing, percentage, seconds = current_phase(pods, engine_ends_text(self._engines.engine_ends))
         if any(pod.progress is not None and pod.progress.phase == RunPhase.STEPPING for pod in pods):
             self._engines.forget_ends()
         return RunView(
@@ -343,4 +344,4 @@ def _delay_words(seconds: float) -> str:
 
 def has_checkpoint(run: Path) -> bool:
     """Return whether a checkpoint of a run is complete."""
-    return any((run / RunFile.CHECKPOINTS).glob("*/complete.json"))
+    return any((run / RunFile.CHECKPOINTS).glob(f"*/{CHECKPOINT_MARKER}"))

@@ -32,6 +32,10 @@ class PodPath(StrEnum):
     CLAIMS = "/claims"
 
 
+# The last file of a checkpoint's folder: without it a checkpoint is none.
+CHECKPOINT_MARKER = "complete.json"
+
+
 class RunFile(StrEnum):
     """The files that a run leaves in its folder."""
 

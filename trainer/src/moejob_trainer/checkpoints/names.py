@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moejob_api.contract.pods import RunFile
+from moejob_api.contract.names import CHECKPOINT_MARKER, RunFile
 from moejob_trainer.runtime.fencing import FenceToken
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
 CHECKPOINTS = RunFile.CHECKPOINTS.value
 MANIFEST = "manifest.json"
-MARKER = "complete.json"
+MARKER = CHECKPOINT_MARKER
 # The marker's name once verification has found damage.
 REJECTED = "rejected.json"
 

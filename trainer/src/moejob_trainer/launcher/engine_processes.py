@@ -91,7 +91,7 @@ class PodEngines:
         return frozenset(engine.pid for engine in self._engines if engine.pid is not None)
 
     @property
-    def ends(self) -> Mapping[int, int]:
+    def engine_ends(self) -> Mapping[int, int]:
         """The ends of each engine since ranks made their last step. May be read from any thread."""
         return {engine.index: engine.ends for engine in self._engines}
 

@@ -106,7 +106,7 @@ class RankProcesses:
     @property
     def engine_ends(self) -> Mapping[int, int]:
         """The ends of each engine of the pod since the last step. May be read from any thread."""
-        return self._engines.ends
+        return self._engines.engine_ends
 
     def forget_engine_ends(self) -> None:
         """Forget the ends of engines: ranks make steps."""
@@ -132,7 +132,7 @@ class RankProcesses:
         """Take the stacks of every living rank into its log and its last lines."""
         if self._output is None:
             return
-        processes = filter(None, map(RankProcess.find, self._pids.values()))
+        processes = filter(None, map(RankProcess.find_rank, self._pids.values()))
         for stacks in read_stacks(processes, _STACKS_SECONDS):
             self._output.add_lines(stacks.rank, stacks.lines or [f"no stacks: {stacks.problem}"])
 

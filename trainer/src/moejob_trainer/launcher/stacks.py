@@ -64,7 +64,7 @@ class RankProcess:
     file: int
 
     @classmethod
-    def find(cls, pid: int) -> RankProcess | None:
+    def find_rank(cls, pid: int) -> RankProcess | None:
         """Return the rank that a process is; None for another process, as the child of a rank."""
         with suppress(OSError):
             for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -84,7 +84,7 @@ def find_ranks(variable: str, run_folder: Path) -> tuple[RankProcess, ...]:
             variables = (process / "environ").read_bytes().split(b"\0")
             folders = [entry.removeprefix(prefix) for entry in variables if entry.startswith(prefix)]
             if any(os.path.realpath(folder) == wanted for folder in folders):
-                ranks.append(RankProcess.find(int(process.name)))
+                ranks.append(RankProcess.find_rank(int(process.name)))
     return tuple(sorted(filter(None, ranks), key=lambda each: each.rank))
 
 

@@ -52,11 +52,13 @@ class GatedDeltaNet(nn.Module):
         keys, values = self.shape.key_dim, self.per_key * self.shape.value_dim
         *mixed, gate = projected.split([keys, keys, values, values], -1)
         strength, decay = (rate.flatten(1) for rate in rates.chunk(2, -1))
-        output = apply_delta_rule(self._make_inputs(self._convolve(mixed, packed), strength, decay), packed.documents)
+        output = apply_delta_rule(
+            self._make_inputs(self._convolve_heads(mixed, packed), strength, decay), packed.documents
+        )
         gate = at_least_float32(gate.reshape(output.shape))
         return (at_least_float32(self.state_norm(output)) * functional.silu(gate)).to(output.dtype)
 
-    def _convolve(self, mixed: list[Tensor], packed: PackedBatch) -> list[Tensor]:
+    def _convolve_heads(self, mixed: list[Tensor], packed: PackedBatch) -> list[Tensor]:
         """Convolve this rank's queries, keys and values. Each [t, key heads, d]"""
         flat = [part.flatten(1) for part in mixed]
         convolved = convolve_documents(torch.cat(flat, -1), self._own_channels(), packed.documents)
