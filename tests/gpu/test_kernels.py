@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
 from moejob_trainer.layers import activation, attention, destinations, norm, permutation, rotary, routing
+from moejob_trainer.layers.delta_rule import DeltaInputs, apply_delta_rule, find_linear_attention, plain_delta_rule
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import add_biases, grouped_linear
 from moejob_trainer.layers.gradient_sums import find_gradient_sum
@@ -66,6 +68,27 @@ def test_gradients_of_norms_are_added_to_their_sum(rows: int, width: int) -> Non
 )
 def test_rotary(place: Place, heads: int, dim: int, turning: int, interleaved: bool) -> None:
     assert_kernel("rotary", place, 300, heads, dim, turning, interleaved)
+
+
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("lengths", [(300,), (3, 64, 1, 65, 150), (5, 0, 70)], ids=str)
+def test_the_gated_delta_rule(lengths: tuple[int, ...]) -> None:
+    documents, tokens = Documents.from_lengths(lengths, device=torch.device("cuda")), sum(lengths)
+    query, key = (BFLOAT16.normal(tokens, 2, 128) for _ in range(2))
+    strength, decay = torch.rand(tokens, 6, device="cuda").bfloat16(), -torch.rand(tokens, 6, device="cuda")
+    leaves = (query, key, BFLOAT16.normal(tokens, 6, 128), decay, strength)
+    assert find_linear_attention(query) is not None
+    assert find_linear_attention(query.float()) is None
+    assert_twins(
+        Twins(
+            lambda *inputs: apply_delta_rule(DeltaInputs(*inputs), documents),
+            lambda *inputs: plain_delta_rule(DeltaInputs(*inputs), documents),
+            leaves,
+            # It rounds the products of a chunk, and the plain twin nothing but its output.
+            luck=1.0,
+        ),
+        within=ATTENTION_WITHIN,
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -18,6 +18,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PROGRAM = Path(__file__).with_name("training.py")
 FLOAT8 = {"compute": "FP8"}
+# The tiny model with linear attention in every other layer, and without experts, whose ties rounding would decide.
+LINEAR = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "mlp_only_layers": [0, 1, 2, 3],
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 
 def has_float8() -> bool:
@@ -26,9 +38,14 @@ def has_float8() -> bool:
 
 @cache
 def trained(
-    device: str, dtype: str, memory: str = "{}", precision: str = "{}", implementation: str = "Native"
+    device: str,
+    dtype: str,
+    memory: str = "{}",
+    precision: str = "{}",
+    implementation: str = "Native",
+    changes: str = "{}",
 ) -> dict[str, list[float]]:
-    command = [sys.executable, str(PROGRAM), device, dtype, memory, precision, implementation]
+    command = [sys.executable, str(PROGRAM), device, dtype, memory, precision, implementation, changes]
     # A thread for each of many cores only waits for the others, and tests beside one another have as many each.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -37,10 +54,12 @@ def trained(
     return found
 
 
-def of_one_cpu() -> dict[str, list[float]]:
+def of_one_cpu(changes: str = "{}") -> dict[str, list[float]]:
     """Return the reference of all here. Where rounding decides between two experts, two runs are of two models."""
-    found = trained("cpu", "float32")
-    assert min(found["distances"]) > 1e-5, "a token is near a tie of two experts: choose another SEED in training.py"
+    found = trained("cpu", "float32", changes=changes)
+    assert min(found["distances"], default=1.0) > 1e-5, (
+        "a token is near a tie of two experts: choose another SEED in training.py"
+    )
     return found
 
 
@@ -54,6 +73,16 @@ def of_one_cpu() -> dict[str, list[float]]:
 )
 def test_a_gpu_trains_what_the_cpu_trains(dtype: str, within: float) -> None:
     here, reference = trained("cuda", dtype), of_one_cpu()
+    assert here["losses"] == pytest.approx(reference["losses"], rel=within)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
+    assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 2e-4), ("bfloat16", 2e-2)])
+def test_a_gpu_trains_linear_attention_as_the_cpu_does(dtype: str, within: float) -> None:
+    """In bfloat16 by flash-linear-attention, where it is installed."""
+    changes = json.dumps(LINEAR)
+    here, reference = trained("cuda", dtype, changes=changes), of_one_cpu(changes)
     assert here["losses"] == pytest.approx(reference["losses"], rel=within)
     assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
     assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"

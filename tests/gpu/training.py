@@ -1,6 +1,6 @@
 """Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
 
-python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}' Megatron
+python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}' Megatron '{"num_hidden_layers": 2}'
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ def main(
     dtype: str,
     memory: Mapping[str, object],
     precision: Mapping[str, object],
-    implementation: str = "Native",
+    implementation: str,
+    changes: Mapping[str, object],
 ) -> None:
     """Trains and prints losses, gradient norms, and on a CPU how far from a tie each layer's tokens were, as JSON."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cpu":
         use_cpu()
-    config = dict(catalog.find_config("moejob/tiny-moe") or {})
+    config = {**(catalog.find_config("moejob/tiny-moe") or {}), **changes}
     model = read_architecture(config)
     spec = make_job(dtype, device, memory=memory, precision=precision, implementation=implementation)
     layout = layout_of(spec.parallelism, 8)
@@ -133,4 +134,4 @@ def make_job(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(json.loads(given) for given in sys.argv[3:5]), *sys.argv[5:])
+    main(*sys.argv[1:3], *(json.loads(given) for given in sys.argv[3:5]), sys.argv[5], json.loads(sys.argv[6]))

@@ -91,8 +91,11 @@ def plain_delta_rule(inputs: DeltaInputs, documents: Documents, chunk_tokens: in
 
 
 def find_linear_attention(x: Tensor) -> ModuleType | None:
-    """Return flash-linear-attention's gated delta rule where it is installed and `x` is on a GPU."""
-    return _load_linear_attention() if x.is_cuda else None
+    """Return flash-linear-attention's gated delta rule where it is installed and `x` is on a GPU, in bfloat16.
+
+    In float32 its products would be rounded to ten bits (TF32).
+    """
+    return _load_linear_attention() if x.is_cuda and x.dtype is torch.bfloat16 else None
 
 
 @cache
