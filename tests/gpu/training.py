@@ -1,6 +1,6 @@
 """Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
 
-python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}' Megatron '{"num_hidden_layers": 2}'
+python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}' Megatron '{"head_dim": 64}'
 """
 
 from __future__ import annotations
@@ -134,4 +134,5 @@ def make_job(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *(json.loads(given) for given in sys.argv[3:5]), sys.argv[5], json.loads(sys.argv[6]))
+    device, dtype, memory, precision, implementation, changes = sys.argv[1:]
+    main(device, dtype, json.loads(memory), json.loads(precision), implementation, json.loads(changes))

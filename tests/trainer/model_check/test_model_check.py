@@ -281,6 +281,23 @@ def test_what_was_trained_is_what_the_exported_files_are_and_they_get_their_name
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
+def test_a_model_under_a_name_of_its_authors_is_trained_as_the_family_it_is_and_keeps_the_name(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    model = reference_model(Family.DEEPSEEK_V3, n_group=1, topk_group=1, rope_scaling=_KIMI_YARN)
+    model.save_pretrained(tmp_path / "first")
+    file = tmp_path / "first" / "config.json"
+    of_authors = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | of_authors))
+    (tmp_path / "first" / "tiktoken.model").write_bytes(b"IQ== 0\n")
+    cell = Cell(Family.DEEPSEEK_V3, {"parallelism": LAYOUTS["TP2"]})
+    assert set(worlds.run(cell.ranks(), imported, cell, tmp_path)) == {""}
+    assert set(worlds.run(cell.ranks(), exported, cell, tmp_path, tmp_path / "export", "")) == {""}
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    assert {key: written[key] for key in of_authors} == of_authors
+    assert (tmp_path / "export/tiktoken.model").read_bytes() == b"IQ== 0\n"
+
+
 @pytest.mark.parametrize("name", ["PP2", "TP2"])
 def test_answers_at_another_temperature_leave_an_export_as_it_is(
     worlds: Worlds, reference: Reference, tmp_path: Path, name: str

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model_configs import MISSING, ODD, SMALL, any_config, config
 from moejob_api.models import catalog
-from moejob_api.models.families import keys, shape_of
+from moejob_api.models.families import READ_AS, keys, shape_of
 from moejob_api.models.families.refused import REFUSED_MODELS
 from moejob_api.models.parameters import active_parameters, model_weights, mtp_weights, total_parameters
 from moejob_api.models.shape import (
@@ -396,7 +396,13 @@ def test_a_model_that_is_not_trained_is_refused_by_name_with_the_page_that_says_
 
 
 def test_no_model_that_is_trained_is_refused_by_name() -> None:
-    assert not REFUSED_MODELS.keys() & {*Family}
+    assert not REFUSED_MODELS.keys() & {*Family, *READ_AS}
+
+
+@pytest.mark.parametrize(("name", "family"), READ_AS.items())
+def test_a_name_of_its_authors_is_read_as_the_family_whose_layers_it_has(name: str, family: Family) -> None:
+    published = config(family)
+    assert shape_of(published | {"model_type": name}) == shape_of(published)
 
 
 def test_every_key_of_the_shipped_configs_has_an_entry_that_says_what_is_done_about_it() -> None:

@@ -28,6 +28,7 @@ _AS_THEY_WERE = (
     "vocab.*",
     "merges.txt",
     "*.tiktoken",
+    "tiktoken.model",
     "chat_template*",
     "additional_chat_templates/*.jinja",
     "*.py",

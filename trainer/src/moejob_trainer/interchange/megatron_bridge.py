@@ -8,9 +8,11 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from moejob_api.models.families import known_config
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.checkpoint import unusable_checkpoint
 from moejob_trainer.interchange.bridge_import import has_bridge, import_auto_bridge
+from moejob_trainer.runtime.json_files import read_json
 
 BRIDGE = "Megatron-Bridge 0.6.2"
 # The bridge silently ignores rotary embeddings that it does not know.
@@ -53,7 +55,7 @@ def _require_auto_bridge() -> Any:
 
 def read_published_config(folder: Path) -> PretrainedConfig:
     """Return the config of a published model, as Megatron-Bridge expects it."""
-    return adapt_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return adapt_config(AutoConfig.for_model(**known_config(read_json(folder / "config.json"))))
 
 
 def adapt_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from moejob_api.derived import trained_shape
 from moejob_api.job.job import Spec
-from moejob_api.models.families import shape_of
+from moejob_api.models.families import known_config, shape_of
 from moejob_api.models.reader import model_error
 from moejob_api.models.shape import Family, GroupedAttention, LatentAttention, ModelShape
 from moejob_api.problems import Rule
@@ -63,7 +63,7 @@ def read_architecture(config: Mapping[str, Any], origin: str = "config.json") ->
 def _read_hf_config(config: Mapping[str, Any], origin: str) -> PretrainedConfig:
     """The config as Transformers reads it, with a value for every key of its family."""
     try:
-        return AutoConfig.for_model(**config)
+        return AutoConfig.for_model(**known_config(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise model_error(Rule.MODEL_CONFIG, f"{origin}: Transformers cannot read it: {error}") from error
 

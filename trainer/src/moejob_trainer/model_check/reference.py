@@ -23,11 +23,13 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
+from moejob_api.models.families import known_config
 from moejob_trainer.conversion.adapters import WEIGHTS_FILE, adapter_pair_names
 from moejob_trainer.conversion.checkpoint import StoredTensor, unusable_checkpoint
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
+from moejob_trainer.runtime.json_files import read_json
 
 
 class ReferenceModel:
@@ -42,7 +44,7 @@ class ReferenceModel:
     ) -> None:
         disable_progress_bar()
         # Never the files' own code, which Transformers would ask about on a terminal: we compare with its own.
-        config = AutoConfig.from_pretrained(config_folder, trust_remote_code=False)
+        config = AutoConfig.for_model(**known_config(read_json(config_folder / "config.json")))
         # The source of weights has dequantized them.
         config.quantization_config = None
         with torch.device("meta"):

@@ -8,6 +8,7 @@ another model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from moejob_api.models.families.deepseek import deepseek_v2_shape, deepseek_v3_shape, glm4_moe_lite_shape
 from moejob_api.models.families.dense import llama_shape, qwen2_shape, qwen3_shape
@@ -46,12 +47,21 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.MINIMAX_M2: minimax_m2_shape,
     Family.GPT_OSS: gpt_oss_shape,
 }
+# Names that Transformers has no code for, and whose layers and tensors are those of a family, by their authors' word.
+READ_AS: Mapping[str, Family] = {"kimi_k2": Family.DEEPSEEK_V3}
+
+
+def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parsed config.json under the model_type by which Transformers has code for its layers."""
+    family = READ_AS.get(str(config.get("model_type")))
+    return config if family is None else {**config, "model_type": family.value}
 
 
 def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     """The shape that a parsed config.json describes; InvalidSpec, beginning with `origin`, when it describes none."""
     if not isinstance(config, Mapping):
         raise model_error(Rule.MODEL_CONFIG, f"{origin} holds {shown_value(config)}; expected a JSON object")
+    config = known_config(config)
     name = config.get("model_type")
     if isinstance(name, str) and name in REFUSED_MODELS:
         raise _unsupported_error(f"{origin}: {REFUSED_MODELS[name]}")
@@ -81,4 +91,4 @@ def _unsupported_error(reason: str) -> InvalidSpec:
 
 
 def _supported_families() -> str:
-    return ", ".join(Family)
+    return ", ".join([*Family, *READ_AS])

@@ -13,8 +13,6 @@ ABSENT_MODELS: Mapping[str, str] = {
     "bailing_moe": "Ling and Ring (model_type bailing_moe) are not in Transformers, which every run is compared with",
     "bailing_moe_v2": "Ling 2 (model_type bailing_moe_v2) is not in Transformers, which every run is compared with",
     "deepseek": "DeepSeek-MoE v1 (model_type deepseek) is not in Transformers, which every run is compared with",
-    "kimi_k2": "Kimi-K2 (model_type kimi_k2) is DeepSeek-V3 with other numbers and a tokenizer that is code; in a copy "
-    "of its folder, set model_type to deepseek_v3, remove auto_map and add a tokenizer.json",
 }
 # Transformers computes in these what no layer here does.
 UNLIKE_MODELS: Mapping[str, str] = {
@@ -49,6 +47,9 @@ UNLIKE_MODELS: Mapping[str, str] = {
     "olmo3": "OLMo 3 (model_type olmo3) has norms behind attention and MLP instead of before them",
     "phi3": "Phi-3 (model_type phi3) was not measured: it publishes queries, keys and values as one tensor",
     "phimoe": "Phi-3.5-MoE (model_type phimoe) has norms that subtract the mean, and routes by a sparse mixer",
+    "qwen3_5": "Qwen3.5 without experts (model_type qwen3_5) has layers of a gated delta rule, and reads images",
+    "qwen3_5_moe": "Qwen3.5-MoE and Qwen3.6-MoE (model_type qwen3_5_moe) publish linear attention's projections in "
+    "another order than Qwen3-Next, and tensors for images, which no export carries yet",
     "seed_oss": "Seed-OSS (model_type seed_oss) was not measured",
     "solar_open": "Solar Open (model_type solar_open) was not measured",
 }
