@@ -69,6 +69,32 @@ def test_a_tiny_mixture_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        # In host memory between its passes; in a pass it is in the model, and the trained weights wait.
+        pytest.param("GPU", {"forward and backward": 0, "optimizer step": 0, "scoring": 1}, id="GPU"),
+        pytest.param("CPU", {"forward and backward": 1, "optimizer step": 1, "scoring": 2}, id="CPU"),
+    ],
+)
+def test_a_reference_model_takes_its_weights_where_it_waits_and_where_it_computes(
+    accelerator: str, expected: dict[str, int]
+) -> None:
+    engines = {"placement": "Separate", "replicas": 1}
+    job = spec(
+        method="GRPO",
+        training={"globalBatchSize": None},
+        grpo={"kl": {"coefficient": 0.05}, "rewards": [{"name": "exact-match"}], "rollout": engines},
+        resources={"accelerator": accelerator},
+    )
+    answer, weights = needs(job, TINY), 2 * (2 * TINY_LAYER + ENDS)
+    counted = {
+        str(phase.phase): sum(part.bytes for part in phase.parts if part.name is MemoryUse.REFERENCE) // weights
+        for phase in answer.phases
+    }
+    assert counted == expected
+
+
+@pytest.mark.parametrize(
     ("dtype", "gradients"),
     [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")],
 )

@@ -125,7 +125,14 @@ def _resident_amounts(load: StageLoad) -> Amounts:
         MemoryUse.WEIGHTS: load.states.weights,
         MemoryUse.GRADIENTS: load.states.gradients,
         MemoryUse.OPTIMIZER: load.states.optimizer,
+        MemoryUse.REFERENCE: _waiting_reference(load),
     }
+
+
+def _waiting_reference(load: StageLoad) -> int:
+    """Return the reference weights between their passes: in host memory, which on CPUs is this memory."""
+    on_cpu = load.case.spec.resources.accelerator is Accelerator.CPU
+    return load.states.weights if on_cpu and load.has_reference else 0
 
 
 def _library_amounts(load: StageLoad, moving: int) -> Amounts:
@@ -187,7 +194,8 @@ def _score_amounts(load: StageLoad) -> Amounts:
     return {
         **_resident_amounts(load),
         MemoryUse.GATHERED: load.states.gathered,
-        MemoryUse.REFERENCE: load.states.weights if load.has_reference else 0,
+        # While the reference is in the model, the trained weights wait beside it.
+        MemoryUse.REFERENCE: _waiting_reference(load) + (load.states.weights if load.has_reference else 0),
         MemoryUse.LOSS if loss > layer else MemoryUse.WORKING: max(layer, loss),
         MemoryUse.PIPELINE: _pipeline_bytes(case),
         **_sleeping_engine(load),
@@ -225,6 +233,7 @@ def _idle_trainer_amounts(load: StageLoad) -> Amounts:
         MemoryUse.WEIGHTS: 0 if memory.offload_parameters else load.states.weights,
         MemoryUse.GRADIENTS: 0 if memory.offload_gradients else load.states.gradients,
         MemoryUse.OPTIMIZER: load.states.optimizer,
+        MemoryUse.REFERENCE: _waiting_reference(load),
     }
 
 
