@@ -139,6 +139,8 @@ class Gang:
     progress_deadline: int = 600
     lost_seconds: float = 30.0
     preload: tuple[str, ...] = ()
+    # Where the fork server and ranks look first for modules.
+    python_path: tuple[Path, ...] = (TESTS,)
     idle_import_seconds: float = 300.0
     logs: bool = False
     # Sections of the job that ranks of moejob_trainer.rank run.
@@ -171,6 +173,7 @@ class Gang:
         )
         environment = self.pod_environment(index, self.attempt if attempt is None else attempt)
         environment[Environment.PROGRESS_PORT] = str(port or self.progress_port)
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, self.python_path))
         process = multiprocessing.get_context("fork").Process(target=_run_launcher, args=(environment, options, log))
         process.start()
         launcher = Launcher(index, process, port or self.progress_port, host, log, word)
@@ -248,7 +251,6 @@ def _run_launcher(environment: Mapping[str, str], options: Options, log: Path) -
     os.dup2(log_file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
-    os.environ["PYTHONPATH"] = str(TESTS)
     stop = StopRequest()
     stop.listen_for_signals()
     sys.exit(launch_pod(environment, options, stop))

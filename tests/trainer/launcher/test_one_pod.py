@@ -14,7 +14,7 @@ import pytest
 from moejob_api.contract.pods import PodOutcome, PodProgress
 from moejob_trainer.checkpoints import RunOwner, acquire_run_folder
 from moejob_trainer.runtime.fencing import Fence
-from trainer.launcher.launchers import Gang, await_ends, await_result, is_alive
+from trainer.launcher.launchers import TESTS, Gang, await_ends, await_result, is_alive
 
 Make = Callable[..., Gang]
 
@@ -221,6 +221,22 @@ def test_a_fork_server_that_is_lost_each_time_ends_the_launcher_with_the_reason(
     word = launcher.read_last_word()
     assert word.outcome is PodOutcome.RANK_FAILED
     assert "imports trainer.launcher.lost_imports was killed by signal 9 meanwhile, 3 times in a row" in word.message
+
+
+def test_a_fork_server_whose_preload_cannot_begin_ends_the_launcher_at_once_with_the_traceback(
+    gang: Make, tmp_path: Path
+) -> None:
+    # Python's fork server passes over an ImportError, and imports nothing: without the reason, 300 s of silence follow.
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "ctypes.py").write_text("raise ImportError('libffi.so.8: cannot open shared object file')\n")
+    launcher = gang(python_path=(broken, TESTS)).start("finish")
+    assert launcher.exit_code() == 1
+    word = launcher.read_last_word()
+    assert word.outcome is PodOutcome.RANK_FAILED
+    assert "cannot import moejob_trainer.launcher.fork_server" in word.message
+    assert f'File "{broken}/ctypes.py", line 1, in <module>' in word.message
+    assert word.message.endswith("ImportError: libffi.so.8: cannot open shared object file")
 
 
 def test_a_fork_server_that_imports_for_longer_than_the_bound_on_idling_is_left_alone(gang: Make) -> None:

@@ -2,12 +2,17 @@
 
 Imports may take any time, from a slow volume or on busy cores. A server that ends meanwhile, or neither computes nor
 reads, is started again. No other part would notice: there is no rank yet.
+
+Python's fork server passes over an ImportError of its preload without a word, and then waits for requests, so a preload
+that cannot begin is known by that state.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,10 +34,14 @@ _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
 # Between two readings of the server's work.
 _ACTIVITY_SECONDS = 1.0
+PRELOADED = "moejob_trainer.launcher.fork_server"
+# A traceback's last frames and its error, of which a termination message has room.
+_TRACEBACK_LINES = 7
+_TRACEBACK_SECONDS = 60.0
 
 
 class LostForkServer(Exception):
-    """The fork server ended, or stood still, each time that it was started."""
+    """The fork server cannot import, or ended or stood still each time that it was started."""
 
 
 class Preload:
@@ -91,6 +100,11 @@ class Preload:
             stop.wait(_POLL_SECONDS)
             if (ending := _server_ending(pid)) is not None:
                 return f"{ending} meanwhile"
+            # In this order: a server writes first that it is warm.
+            if _awaits_requests(pid) and not self._is_warm(pid):
+                raise LostForkServer(
+                    f"the fork server of {sys.executable} cannot import {PRELOADED}: {_read_traceback()}"
+                )
             now = time.monotonic()
             if now - read_at < _ACTIVITY_SECONDS:
                 continue
@@ -132,6 +146,30 @@ def _server_ending(pid: int) -> str | None:
     if result.si_code == os.CLD_EXITED:
         return f"ended with exit code {result.si_status}"
     return f"was killed by signal {result.si_status}"
+
+
+def _awaits_requests(pid: int) -> bool:
+    """Return whether the server has left its preload behind: only then it handles the ends of children."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    handled = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(handled >> (signal.SIGCHLD - 1) & 1)
+
+
+def _read_traceback() -> str:
+    """Repeat the first import of a server in another process; return the end of its traceback."""
+    environ = {name: value for name, value in os.environ.items() if name != WARM}
+    command = [sys.executable, "-c", f"import {PRELOADED}"]
+    try:
+        ended = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TRACEBACK_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"a second try did not end within {_TRACEBACK_SECONDS:.0f} s"
+    lines = ended.stderr.decode(errors="replace").splitlines()[-_TRACEBACK_LINES:]
+    return "\n".join(lines) if ended.returncode else "a second try could; the files of the package may have changed"
 
 
 def _kill_server() -> None:

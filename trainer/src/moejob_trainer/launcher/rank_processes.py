@@ -22,7 +22,7 @@ from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.orphans import Orphans
 from moejob_trainer.launcher.output import RankOutput
-from moejob_trainer.launcher.preload import Preload
+from moejob_trainer.launcher.preload import PRELOADED, Preload
 from moejob_trainer.launcher.ranks_store import RanksStore
 from moejob_trainer.launcher.stacks import RankProcess, read_stacks
 from moejob_trainer.launcher.stop import StopRequest
@@ -45,7 +45,7 @@ class RankProcesses:
     def __init__(self, folder: Path, options: Options, engines: PodEngines) -> None:
         self._engines, self._logs, self.folder = engines, options.logs, folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["moejob_trainer.launcher.fork_server"])
+        self._context.set_forkserver_preload([PRELOADED])
         self._preload = Preload(folder / "warm", options.preload, options.idle_import_seconds)
         self._orphans = Orphans(lambda: self._engines.pids)
         self._store = RanksStore(self._context)
