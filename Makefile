@@ -46,6 +46,7 @@ docs_built := $(call built,docs,crds operator client cli)
 trl_built := $(call built,trl)
 mlflow_built := $(call built,mlflow)
 real_built := $(call built,real)
+lm_eval_built := $(call built,lm-eval)
 
 $(operator_built):
 	@scripts/environment operator $@ crds operator client cli
@@ -73,6 +74,9 @@ $(mlflow_built):
 
 $(real_built):
 	@scripts/environment real $@
+
+$(lm_eval_built):
+	@scripts/environment lm-eval $@
 
 # Tests build the environments of their references, peft and trl among them.
 setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environments that planning, training and engines need
@@ -153,7 +157,7 @@ test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(ml
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
 # Thirteen minutes.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built) $(real_built) #: Test the families and layouts that make test leaves out
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built) $(real_built) $(lm_eval_built) #: Test the families and layouts that make test leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
 
@@ -321,6 +325,7 @@ lock: #: Pin and hash the closures of requirements/*.in
 	$(call lock,trl,$(trainer_pythons),trainer trl,trainer tools)
 	$(call lock,mlflow,$(trainer_pythons),mlflow,trainer tools)
 	$(call lock,real,$(trainer_pythons),real,trainer tools)
+	$(call lock,lm-eval,$(trainer_pythons),lm-eval,trainer tools)
 	$(call lock,rollout-gpu,$(trainer_pythons),rollout-gpu,tools)
 	$(call lock,sbom,$(pythons),sbom,tools)
 	$(call lock,docs,$(pythons),operator docs,operator tools)
