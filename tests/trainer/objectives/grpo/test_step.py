@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -295,6 +298,45 @@ def test_engines_that_are_never_behind_make_the_same_steps_however_far_ahead_the
         assert len(run.engines.asked) == (6 + staleness) * 4
     assert losses[0] == losses[1] == losses[2]
     assert len(set(losses[0])) > 1
+
+
+@contextmanager
+def _judge_that_holds(prompt: str, until: threading.Event) -> Iterator[str]:
+    """A reward service that lets the first answer to a prompt wait; its address."""
+    is_first = threading.Lock()
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            batch = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if batch["prompts"] == [prompt] and is_first.acquire(blocking=False):
+                until.wait()
+            scores = [float(text == "yes") for text in batch["completions"]]
+            body = json.dumps({"scores": scores}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        until.set()
+        server.shutdown()
+
+
+def test_a_reward_that_takes_long_holds_up_the_step_that_needs_it_and_no_other(started: Callable[..., Run]) -> None:
+    is_judged = threading.Event()
+    with _judge_that_holds("question 0", is_judged) as url:
+        reward = {"url": url, "batchSize": 1, "timeoutSeconds": 600}
+        run = started(_grpo(rewards=[reward], rollout={"staleness": 1}), _first_is_right)
+        run.step(0)
+        assert 0 not in {group.prompt.number for group in run.collector.last_sampled.groups}
+        is_judged.set()
+        run.step(1)
+        assert 0 in {group.prompt.number for group in run.collector.last_sampled.groups}
 
 
 def test_only_what_the_model_wrote_carries_weight(started: Callable[..., Run]) -> None:
