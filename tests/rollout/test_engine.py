@@ -262,6 +262,26 @@ def test_an_answer_is_that_of_the_path_of_vllm(moe: Engine) -> None:
         assert (mine.finish_reason, mine.routed_experts) == ("length", None)
 
 
+def test_answers_that_are_written_together_have_each_its_own_log_probabilities(moe: Engine, tmp_path: Path) -> None:
+    reference = make_model("qwen3_moe", 14)
+    updated(moe, "5", save_published(reference, tmp_path))
+
+    def answer(number: int) -> tuple[list[int], list[float]]:
+        # Every fourth by vLLM's path, with the likeliest tokens beside each one.
+        if number % 4 == 0:
+            choice = moe.generate(PROMPTS[number % 8], max_tokens=8 + number, seed=number, logprobs=2)["choices"][0]
+            return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
+        body = moe.request_answer(PROMPTS[number % 8], 8 + number, number).body
+        return np.frombuffer(body.tokens, "<i4").tolist(), np.frombuffer(body.log_probabilities, "<f4").tolist()
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = [*pool.map(answer, range(32))]
+    assert [len(tokens) for tokens, _ in answers] == [*range(8, 40)]
+    for number, (tokens, said) in enumerate(answers):
+        expected = log_probabilities(reference, PROMPTS[number % 8], tokens)
+        assert np.abs(np.array(said) - expected).max() < CLOSE
+
+
 def test_an_answer_ends_at_the_tokens_of_the_request(moe: Engine) -> None:
     whole = np.frombuffer(moe.request_answer(PROMPTS[2], 16, 5).body.tokens, "<i4").tolist()
     cut = moe.request_answer(PROMPTS[2], 16, 5, stop_tokens=[whole[7]]).body

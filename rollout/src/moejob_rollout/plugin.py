@@ -37,6 +37,7 @@ def register() -> None:
     if "everywhere" not in _registered:
         _expect_no_tokenizer()
         _keep_replies_in_step()
+        _pack_log_probabilities()
         _registered.add("everywhere")
     if current_platform.is_cpu() and "cpu" not in _registered:
         _ask_for_amx()
@@ -74,6 +75,12 @@ def _keep_replies_in_step() -> None:
     from moejob_rollout.worker_replies import keep_in_step  # noqa: PLC0415  # slow to import
 
     keep_in_step()
+
+
+def _pack_log_probabilities() -> None:
+    from moejob_rollout.packed_log_probabilities import pack_messages  # noqa: PLC0415  # slow to import
+
+    pack_messages()
 
 
 def _ask_for_amx() -> None:
