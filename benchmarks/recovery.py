@@ -89,6 +89,13 @@ class Row:
     cuts: int | None = None
     # This many have to be there: one is left when one is damaged.
     checkpoints: int = 1
+    # Further pods. Once one has taken a place, the index of a pod does not say its ranks: each fault has its own job.
+    spares: int = 0
+
+    @property
+    def faults_per_job(self) -> int | None:
+        """One, or None for as many as are measured."""
+        return None if self.cuts is None and self.spares == 0 else 1
 
 
 ROWS = (
@@ -99,6 +106,8 @@ ROWS = (
     Row("all processes of a pod killed", processes_killed, 20.0),
     Row("first pod killed", first_pod_killed),
     Row("first pod killed, no warm start", first_pod_killed, is_cold=True),
+    Row("pod killed, with a spare", pod_killed, spares=1),
+    Row("first pod killed, with a spare", first_pod_killed, spares=1),
     Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged, checkpoints=2),
     Row("operator killed, and a pod", operator_killed),
     Row("node cut off", second_node_cut_off, 60.0, cuts=1),
@@ -134,11 +143,15 @@ def _measure_rows(folder: Path, rows: Sequence[Row], times: int) -> list[Result]
 
 
 def _recoveries(harness: FaultHarness, row: Row, times: int) -> Iterator[Recovery]:
-    for _ in range(times if row.cuts is not None else 1):
+    faults_per_job = row.faults_per_job or times
+    resources = {"spares": row.spares} | ({"image": COLD_IMAGE} if row.is_cold else {})
+    for _ in range(times // faults_per_job):
         harness.spread_operator()
-        with harness.run_job(**({"resources": {"image": COLD_IMAGE}} if row.is_cold else {})) as target:
+        with harness.run_job(resources=resources) as target:
+            if row.spares:
+                target.await_result(lambda: len(target.find_gang_pods()) == 2 + row.spares, "the spare")
             target.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
-            for _ in range(1 if row.cuts is not None else times):
+            for _ in range(faults_per_job):
                 found = _recovery(harness, row, target)
                 say(f"{row.name:55} {_recovery_text(found)}")
                 yield found

@@ -305,13 +305,14 @@ class World:
         age: float = 1.0,
         hung_pod: int | None = None,
         spare_pod: int | None = None,
+        first_pod: int = 0,
         restarts: int = 0,
         fault: RankFault | None = None,
         **run: Any,
     ) -> None:
         """Every running trainer pod answers: the run is at `step`, ranks (of `hung_pod`) were heard `age` s ago.
 
-        `spare_pod` answers that it has no place.
+        `spare_pod` answers that it has no place, `first_pod` has rank 0.
         """
         for pod in self.cluster.pods(PodRole.TRAINER):
             labels = pod["metadata"]["labels"]
@@ -333,7 +334,7 @@ class World:
                         rank=index, pid=7, step=step, age_seconds=1.0 if hung_pod not in (None, index) else age
                     ),
                 ),
-                run=metadata if index == 0 else None,
+                run=metadata if index == first_pod else None,
             )
 
     # --- what is seen ------------------------------------------------------------------------------------------------

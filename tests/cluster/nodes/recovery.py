@@ -117,7 +117,7 @@ class TargetJob:
         return find_gang_pods(self.job)
 
     def await_gang_pods(self, count: int) -> dict[int, GangPod]:
-        """The same, once that many pods have their rank."""
+        """Return the pods that have their rank, once as many have one."""
 
         def find_full_gang() -> dict[int, GangPod] | None:
             try:
@@ -125,7 +125,8 @@ class TargetJob:
             except (OSError, http.client.HTTPException):
                 # Tests take the API server away.
                 return None
-            return gang if len(gang) == count and all(member.rank for member in gang.values()) else None
+            with_rank = {index: member for index, member in gang.items() if member.rank}
+            return with_rank if len(with_rank) == count else None
 
         return self.await_result(find_full_gang, f"{count} pods with their ranks")
 
@@ -282,7 +283,7 @@ def measure_recovery(target: TargetJob, fault: Callable[[Mapping[int, GangPod]],
 
     first = target.await_result(find_first_new_line, "a step after the fault")
     last = max((line for line in target.read_steps() if line.claim <= old), key=lambda line: line.step)
-    after = target.await_gang_pods(len(before))
+    after = target.await_gang_pods(sum(member.rank is not None for member in before.values()))
     split = split_outage(fault_at, first, _new_uids(before, after), target.recorder)
     return Recovery(fault_at, last, first, newest, before, after, split)
 

@@ -54,8 +54,9 @@ def test_a_spare_is_a_trainer_pod_with_an_index_beyond_the_gang_and_the_gpus_of_
     containers = [world.pod(index)["spec"]["containers"][0] for index in range(4)]
     assert all(container["resources"] == containers[0]["resources"] for container in containers)
     variables = [{variable["name"]: variable.get("value") for variable in one["env"]} for one in containers]
-    places = [(found["MOEJOB_INDEX"], found["MOEJOB_NODES"], found["MOEJOB_SPARES"]) for found in variables]
-    assert places == [("0", "2", "2"), ("1", "2", "2"), ("2", "2", "2"), ("3", "2", "2")]
+    places = [(found["MOEJOB_INDEX"], found["MOEJOB_NODES"], found["MOEJOB_SPARE_HOSTS"]) for found in variables]
+    spares = ",".join(found["MOEJOB_HOST"] for found in variables[2:])
+    assert places == [(str(index), "2", spares) for index in range(4)]
     layout = world.status.layout
     assert layout is not None
     assert (layout.gpus, layout.nodes, layout.spares) == (4, 2, 2)

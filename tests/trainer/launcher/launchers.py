@@ -196,7 +196,7 @@ class Gang:
             Environment.ATTEMPT: str(attempt),
             Environment.INDEX: str(index),
             Environment.NODES: str(self.nodes),
-            Environment.SPARES: str(self.spares),
+            Environment.SPARE_HOSTS: ",".join(f"127.0.0.{self.nodes + number + 1}" for number in range(self.spares)),
             Environment.RANKS_PER_NODE: str(self.ranks),
             Environment.RENDEZVOUS_HOST: "127.0.0.1",
             Environment.HOST: f"127.0.0.{index + 1}",

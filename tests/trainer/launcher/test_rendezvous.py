@@ -12,11 +12,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract.pod_environment import read_environment
 from moejob_api.recovery.restarts import FailureCause
+from moejob_trainer.launcher import rendezvous as rendezvous_module
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by_fault
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.launcher.store import LauncherStore, LostPeers
+from moejob_trainer.launcher.store import LauncherStore, LostPeers, LostStore, is_listening
 from moejob_trainer.runtime.loopback_store import loopback_store
 from ports import free_port
 from trainer.launcher.launchers import Gang
@@ -74,6 +75,58 @@ def test_a_pod_whose_connection_alone_was_lost_gives_its_place_up(pair: Pair, st
     # Its peers still run the round: it can neither join nor end that, and the next pod of its index does.
     with pytest.raises(LostPeers, match="still has this pod's place"):
         pair[1].join_store(300.0)
+
+
+def test_of_two_stores_that_begin_at_once_that_of_pod_0_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "_OTHER_STORE_SECONDS", 0.0)
+    job = Gang(Path("/nowhere"), nodes=2, spares=1)
+    first, spare = rendezvous(job, 0), rendezvous(job, 2)
+    spare.host_store(1)
+    first.host_store(2)
+    with pytest.raises(LostStore, match="meet in the store of pod 0"):
+        spare.gather_pods(20.0, lambda _: 0)
+    spare.leave_store()
+    assert not is_listening("127.0.0.3", job.rendezvous)
+    with pytest.raises(LostPeers, match="pod 1 did not come back"):
+        first.gather_pods(0.5, lambda _: 0)
+    spare.join_store(20.0)
+    assert (spare.is_spare, spare.is_host, first.is_host) == (True, False, True)
+
+
+def test_a_host_that_no_pod_joins_yields_to_the_store_in_which_the_others_have_met(
+    monkeypatch: pytest.MonkeyPatch, stores: list[TCPStore]
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "_OTHER_STORE_SECONDS", 0.0)
+    job = Gang(Path("/nowhere"), nodes=2, spares=1)
+    first, second, spare = (rendezvous(job, index) for index in range(3))
+    spare.host_store(1)
+    second.join_store(20.0)
+    met = gathered((spare, second), stores)
+    assert [(one.number, one.place, one.master) for one in met if isinstance(one, Round)] == [
+        (1, 0, "127.0.0.3"),
+        (1, 1, "127.0.0.3"),
+    ]
+    first.host_store(2)
+    with pytest.raises(LostStore, match="meet in the store of pod 2"):
+        first.gather_pods(20.0, lambda _: 0)
+
+
+def test_a_host_that_slept_while_the_others_met_in_a_later_store_yields_to_that(
+    monkeypatch: pytest.MonkeyPatch, stores: list[TCPStore]
+) -> None:
+    job = Gang(Path("/nowhere"), nodes=2, spares=1)
+    first, second, spare = (rendezvous(job, index) for index in range(3))
+    first.host_store(0)
+    second.join_store(20.0)
+    gathered((first, second), stores)
+    second.leave_store()
+    spare.host_store(1)
+    second.join_store(20.0)
+    assert [one.number for one in gathered((spare, second), stores) if isinstance(one, Round)] == [1, 1]
+    first.end_round(0, ending(1))
+    monkeypatch.setattr(rendezvous_module, "_OTHER_STORE_SECONDS", 0.0)
+    with pytest.raises(LostStore, match="meet in the store of pod 2"):
+        first.gather_pods(20.0, lambda _: 0)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_a_hung_launcher_of_pod_0_is_replaced_once_it_is_killed(gang: Make) -> N
     pids = job.rank_pids()
     first.signal(signal.SIGSTOP)
     # Its ranks live and its store takes connections, but does not answer.
-    await_result(lambda: "its replacement is waited for" in second.log.read_text(), "the wait")
+    await_result(lambda: "this pod joins the next one" in second.log.read_text(), "the wait")
     await_ends(pids[1:])
     first.kill()
     job.start("work")
@@ -277,7 +277,7 @@ def test_pods_that_wait_for_another_pod_0_go_when_they_are_asked_to(gang: Make) 
     first, second = job.start_all("work")
     job.await_start_notes()
     first.kill()
-    await_result(lambda: "its replacement is waited for" in second.log.read_text(), "the wait")
+    await_result(lambda: "this pod joins the next one" in second.log.read_text(), "the wait")
     second.signal(signal.SIGTERM)
     assert second.exit_code() == 143
 

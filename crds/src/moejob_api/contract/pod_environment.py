@@ -53,8 +53,8 @@ class PodContract:
     address: PodAddresses
     run_folder: str
     grace_seconds: int
-    # Further trainer pods, whose index is `nodes` and above.
-    spares: int = 0
+    # Of further trainer pods, whose index is `nodes` and above.
+    spare_hosts: tuple[str, ...] = ()
     # None where the pod reads it from a Secret.
     secret: str | None = field(default=None, repr=False)
 
@@ -62,7 +62,7 @@ class PodContract:
 def contract_environment(contract: PodContract) -> dict[Environment, str]:
     """The variables of a pod."""
     secret_variable = {} if contract.secret is None else {Environment.SECRET: contract.secret}
-    spare_variable = {Environment.SPARES: str(contract.spares)} if contract.spares else {}
+    spare_variable = {Environment.SPARE_HOSTS: ",".join(contract.spare_hosts)} if contract.spare_hosts else {}
     return (
         secret_variable
         | spare_variable
@@ -112,6 +112,11 @@ def read_environment(kind: type[Pod], environ: Mapping[str, str]) -> Pod:
         raise BadEnvironment(
             "; ".join(_variable_problem(detail["loc"], detail["msg"]) for detail in error.errors())
         ) from None
+
+
+def split_hosts(hosts: object) -> object:
+    """Return the host names of a variable that has them comma separated."""
+    return tuple(filter(None, hosts.split(","))) if isinstance(hosts, str) else hosts
 
 
 def require_secret(secret: str | None, host: str) -> None:

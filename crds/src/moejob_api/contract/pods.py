@@ -51,10 +51,10 @@ class Environment(StrEnum):
     ATTEMPT = "MOEJOB_ATTEMPT"
     INDEX = "MOEJOB_INDEX"
     NODES = "MOEJOB_NODES"
-    # Further trainer pods, whose index is beyond the nodes. Absent: none.
-    SPARES = "MOEJOB_SPARES"
+    # Host names of further trainer pods, comma separated, whose index is beyond the nodes. Absent: none.
+    SPARE_HOSTS = "MOEJOB_SPARE_HOSTS"
     RANKS_PER_NODE = "MOEJOB_RANKS_PER_NODE"
-    # Host name of pod 0, where the store of the rendezvous listens.
+    # Host name of pod 0, where the store of the rendezvous listens first; a spare may host the next one.
     RENDEZVOUS_HOST = "MOEJOB_RENDEZVOUS_HOST"
     # Own host name as the others can resolve it.
     HOST = "MOEJOB_HOST"
@@ -216,7 +216,7 @@ class ReportedHeartbeat(ApiModel):
 
 
 class RunProgress(ApiModel):
-    """The run as rank 0 sees it; served by pod 0 only."""
+    """The run as rank 0 sees it; served by the pod of rank 0 only."""
 
     step: Annotated[RunStep, Field(description="Steps done.")]
     total_steps: Annotated[Number | None, Field(ge=1, description="Steps of the whole run.")] = None
@@ -278,7 +278,7 @@ class PodProgress(ApiModel):
         tuple[ReportedHeartbeat, ...],
         Field(max_length=MOST_RANKS_OF_A_POD, fail_fast=True, description="One entry for each living rank."),
     ] = ()
-    run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
+    run: Annotated[RunProgress | None, Field(description="The run; from the pod of rank 0 only.")] = None
     phase: Annotated[
         PrintableText | None,
         Field(max_length=64, description="Phase of the rank that is furthest behind, with its share."),
@@ -294,7 +294,7 @@ class TerminationMessage(ApiModel):
     rank: Annotated[Number | None, Field(description="Global rank to blame.")] = None
     exit_code: Annotated[ExitStatus | None, Field(description="Exit code of that rank.")] = None
     step: Annotated[Number | None, Field(description="Steps done.")] = None
-    run: Annotated[RunProgress | None, Field(description="The run as it was left; from pod 0 only.")] = None
+    run: Annotated[RunProgress | None, Field(description="The run as it was left; from the pod of rank 0 only.")] = None
     restarts: Annotated[Number, Field(description="Restarts of ranks inside this pod.")] = 0
     fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
 

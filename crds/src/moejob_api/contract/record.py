@@ -30,7 +30,7 @@ class RunEventKind(StrEnum):
     LAUNCHER_STARTED = "LauncherStarted"
     # The ranks of all pods start; `seconds` has the parts of the time before.
     RANKS_STARTED = "RanksStarted"
-    # The slowest rank of pod 0 has entered a phase.
+    # The slowest rank of the pod of rank 0 has entered a phase.
     PHASE = "Phase"
     # A pod was asked to stop.
     STOP_REQUESTED = "StopRequested"

@@ -112,6 +112,10 @@ class Attempt:
         count = self.layout.nodes if role is PodRole.TRAINER else self.engine_count
         return (self.host_name(role, index) for index in range(count))
 
+    def spare_hosts(self) -> Iterator[str]:
+        """Return the host names of spares, in order."""
+        return (self.host_name(PodRole.TRAINER, index) for index in range(self.layout.nodes, self.trainer_count))
+
 
 def service_name(job: str) -> str:
     """The Service of a job. Its suffix keeps a job from taking a DNS name that others look up."""

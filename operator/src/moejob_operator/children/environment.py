@@ -57,7 +57,7 @@ def _pod_contract(attempt: Attempt, role: PodRole, index: int) -> PodContract:
         ),
         run_folder=f"{attempt.spec.storage.mount_path.rstrip('/')}/{attempt.name}",
         grace_seconds=attempt.grace_seconds(role),
-        spares=attempt.spec.resources.spares if role is PodRole.TRAINER else 0,
+        spare_hosts=tuple(attempt.spare_hosts()) if role is PodRole.TRAINER else (),
     )
 
 

@@ -58,9 +58,15 @@ def is_waiting_spare(pod: Pod, s: ObservedState) -> bool:
 
 
 def needs_room_of_spare(s: ObservedState) -> bool:
-    """Return whether pod 0, whose place no spare takes, fits no node."""
+    """Return whether pod 0 fits no node while the gang waits: no spare has its place before all have met once."""
     first = s.trainers.get(0)
-    return first is not None and first.unschedulable is not None and first.node is None
+    ready_count = sum(pod.is_ready for pod in s.trainers.values())
+    return (
+        first is not None
+        and first.unschedulable is not None
+        and first.node is None
+        and ready_count < spec_and_layout(s)[1].nodes
+    )
 
 
 def yielding_spares(s: ObservedState) -> tuple[Pod, ...]:

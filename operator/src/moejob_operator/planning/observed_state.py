@@ -76,12 +76,9 @@ class ObservedState:
 
     @property
     def is_gang_running(self) -> bool:
-        """Return whether as many trainer pods as the gang has run, or have ended well while others still run.
-
-        Pod 0 is among them: a spare takes any other place.
-        """
-        running = {index for index, pod in self.trainers.items() if pod.phase in (PodPhase.RUNNING, PodPhase.SUCCEEDED)}
-        return 0 in running and self._is_as_large_as_gang(len(running))
+        """Return whether as many trainer pods as the gang has run, or have ended well while others still run."""
+        phases = [pod.phase for pod in self.trainers.values()]
+        return self._is_as_large_as_gang(phases.count(PodPhase.RUNNING) + phases.count(PodPhase.SUCCEEDED))
 
     @property
     def has_gang_succeeded(self) -> bool:
@@ -94,19 +91,18 @@ class ObservedState:
 
     @property
     def run_progress(self) -> RunProgress | None:
-        """Return pod 0's report of the run: its answer, or its termination message, also of a stopped gang."""
-        first = self.trainers.get(0) or self._first_pod_before
-        if first is None:
-            return None
-        progress = self.observation.progress.get(first.uid)
-        termination = None if first.ended is None else first.ended.termination
-        return progress.run if progress is not None else None if termination is None else termination.run
-
-    @property
-    def _first_pod_before(self) -> Pod | None:
-        """Pod 0 of the gang before the next one: no other pod reports what it saved while it was stopped."""
-        before = (pod for pod in self.old_pods if pod.index == 0 and pod.attempt == self.attempt - 1)
-        return next(before, None)
+        """Return the report of the pod of rank 0: its answer, or its termination message, also of a stopped gang."""
+        # What a gang saved while it was stopped is in the messages of its pods alone.
+        before = tuple(pod for pod in self.old_pods if pod.attempt == self.attempt - 1)
+        pods = tuple(pod for _, pod in sorted(self.trainers.items())) or before
+        answers = [self.observation.progress[pod.uid] for pod in pods if pod.uid in self.observation.progress]
+        # A pod that has lost its place to a spare unseen, and waits for others, still has its last report.
+        answers.sort(key=lambda answer: not answer.ready)
+        messages = [
+            pod.ended.termination for pod in pods if pod.ended is not None and pod.ended.termination is not None
+        ]
+        runs = (*(answer.run for answer in answers), *(message.run for message in messages))
+        return next((run for run in runs if run is not None), None)
 
 
 def observed_state(

@@ -106,7 +106,7 @@ class Agent:
     def __init__(
         self, pod: TrainerPod, options: Options, stop: StopRequest, ranks: RankProcesses, record: LauncherRecord
     ) -> None:
-        # The pod in the place that it has: a spare, whose index is beyond the gang, takes the place of a lost pod.
+        # The pod in the place that it has, which a spare gets with the place of a lost pod.
         self._pod, self._index = pod, pod.index
         self._target, self._stop, self._ranks = options.target, stop, ranks
         self._record = RoundRecord(record, pod, ranks)
@@ -135,7 +135,8 @@ class Agent:
 
     def _run_until_exit(self) -> ExitReport:
         try:
-            if self._pod.is_first:
+            # A spare may host the store since an earlier pod 0 was lost: then this pod is a spare.
+            if self._pod.is_first and not self._rendezvous.join_any_store():
                 self._rendezvous.host_store(self._take_over())
             return self._run_rounds()
         except StopRequested:
@@ -225,13 +226,14 @@ class Agent:
         return report
 
     def _leave_store(self, loss: LostStore) -> None:
-        """End the ranks of a round whose store is lost: the next pod 0 hosts another, which this pod then joins.
+        """End the ranks of a round whose store is lost: the next pod 0 or a spare hosts another.
 
-        A pod whose ranks are all done does not wait: pod 0 may have ended well, and then none comes after it.
+        A pod whose ranks are all done does not wait: the host may have ended well, and then none comes after it.
         """
-        if self._pod.is_first or self._stop.times or self._is_done:
+        if self._rendezvous.is_host or self._stop.times or self._is_done:
             raise loss
-        log.warning("pod 0 is lost; its replacement is waited for", reason=str(loss))
+        log.warning("the store is lost; this pod joins the next one", reason=str(loss))
+        self._fence_token = None
         self._ranks.kill()
         if not self._is_gathering:
             self._is_gathering, self._gap_began_at = True, time.monotonic()
@@ -348,7 +350,7 @@ class Agent:
             "LOCAL_WORLD_SIZE": str(pod.ranks_per_node),
             "GROUP_WORLD_SIZE": str(pod.nodes),
             # The variable of a spare's pod has another number.
-            **({TorchrunVariable.PET_NODE_RANK.value: str(pod.index)} if pod.spares else {}),
+            **({TorchrunVariable.PET_NODE_RANK.value: str(pod.index)} if pod.spare_hosts else {}),
             "MASTER_ADDR": current.master,
             # At MASTER_ADDR a rank 0 that asks for it opens a store of its own; the launcher's is elsewhere.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -523,7 +525,7 @@ class Agent:
             try:
                 return self._end_stopped_round(current)
             except LostPeers:
-                # Without pod 0 there is no rendezvous until its replacement comes, and the state is saved.
+                # Without a host there is no rendezvous until the next one comes, and the state is saved.
                 if self._stop.times or self._pod.is_first:
                     return None
                 raise
@@ -601,7 +603,7 @@ class Agent:
         return self._board is not None and any(row.has_beaten for row in self._board.read())
 
     def _run_so_far(self) -> RunProgress | None:
-        return self._board.read_run() if self._board is not None and self._pod.is_first else None
+        return self._board.read_run() if self._board is not None and self._rendezvous.is_host else None
 
     def _reported_run(self) -> RunProgress | None:
         """Return the run with only the measures that a status needs: a termination message has little room."""

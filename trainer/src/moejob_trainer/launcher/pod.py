@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from moejob_api.contract.addresses import is_loopback
 from moejob_api.contract.engines import colocated_per_pod
-from moejob_api.contract.pod_environment import WrittenSpec, require_secret
+from moejob_api.contract.pod_environment import WrittenSpec, require_secret, split_hosts
 from moejob_api.contract.pods import Environment, PodRole
 from moejob_trainer.runtime.channel import attempt_key
 from moejob_trainer.runtime.fencing import Fence, claim_key
@@ -34,7 +34,7 @@ class TrainerPod(BaseModel):
     # The place in the gang. An index beyond the gang is a spare's: it has no place until another pod is lost.
     index: Annotated[int, Field(ge=0)]
     nodes: _Count
-    spares: Annotated[int, Field(ge=0)] = 0
+    spare_hosts: Annotated[tuple[str, ...], BeforeValidator(split_hosts)] = ()
     ranks_per_node: _Count
     rendezvous_host: _NonEmpty
     rendezvous_port: _PortNumber
@@ -50,8 +50,9 @@ class TrainerPod(BaseModel):
 
     @model_validator(mode="after")
     def _is_one_of_the_gang(self) -> Self:
-        if self.index >= self.nodes + self.spares:
-            spares_text = f" and {Environment.SPARES} is {self.spares}" if self.spares else ""
+        spares = len(self.spare_hosts)
+        if self.index >= self.nodes + spares:
+            spares_text = f", and {Environment.SPARE_HOSTS} names {spares}" if spares else ""
             raise ValueError(
                 f"{Environment.INDEX} is {self.index}, but {Environment.NODES} is {self.nodes}{spares_text}"
             )
@@ -77,7 +78,7 @@ class TrainerPod(BaseModel):
 
     @property
     def is_first(self) -> bool:
-        """True for the pod that hosts the rendezvous."""
+        """True for the pod of rank 0."""
         return self.index == 0
 
     @property

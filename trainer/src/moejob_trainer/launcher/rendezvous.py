@@ -3,12 +3,14 @@
 A round is one start of all ranks. It begins when every pod has arrived, and ends when a launcher writes its ending; all
 meet again in the next one. A pod takes the place of its index. (torch's own rendezvous orders agents by address as
 text, compares the clocks of machines and does not know which pod ended a round.) A launcher with another attempt or
-size is turned away, and so is a process whose pod was replaced. The replacement of pod 0 hosts an empty store, whose
-rounds have higher numbers; a launcher that has lost the store before joins that. Knows nothing of processes.
+size is turned away, and so is a process whose pod was replaced. Knows nothing of processes.
 
 A spare has no place. It takes the place of a pod that does not come back, in the round after; a pod that finds its
-place taken is a spare from then on. The first writer of a place has it for the round, so no rank runs twice. Place 0
-belongs to pod 0, which hosts the store.
+place taken is a spare from then on. The first writer of a place has it for the round, so no rank runs twice.
+
+Pod 0 hosts the store first. Where that is lost, a spare or the next pod 0 hosts an empty store, whose rounds have
+higher numbers, and takes place 0; launchers that have lost the store join the first that they find. A round begins only
+where all places of one store are filled, and after its host has taken the fence token: of two stores one is left.
 """
 
 from __future__ import annotations
@@ -33,11 +35,17 @@ _HEARTBEAT_SECONDS = 1.0
 # Of pods that come back between two rounds, when no rank trains.
 _RETURN_POLL_SECONDS = 0.02
 _RETURN_SECONDS = 5.0
-# Pod 0 that leaves may take this long. A store that answers later has lost nothing but the connection to this pod.
+# A host that leaves may take this long. A store that answers later has lost nothing but the connection to this pod.
 _LEFT_STORE_SECONDS = 10.0
 # A pod whose end was not noticed has this long to come back to its place before a spare takes it.
 _EMPTY_PLACE_SECONDS = 10.0
-# The pause grows by this for each pod: pod 0 answers all pods, a few hundred times a second.
+# Spares beyond these host no store: launchers without a store look at all that may.
+_MOST_SPARE_HOSTS = 7
+# A pod that may host the next store waits this long for each that may before it.
+_TURN_SECONDS = 3.0
+# Between two looks of a host for another store, while pods are missing in its own.
+_OTHER_STORE_SECONDS = 5.0
+# The pause grows by this for each pod: the host answers all pods, a few hundred times a second.
 _POLL_SECONDS_PER_POD = 0.002
 
 
@@ -68,9 +76,15 @@ class Rendezvous:
         self.token = f"{pod.host}/{os.getpid()}/{os.urandom(4).hex()}"
         self._heartbeats = _PodHeartbeats(pod, lost_seconds)
         self._launcher_store: LauncherStore | None = None
-        # The process that hosts the store which this pod has entered, or had entered before it left.
+        # Pods that may host the store, in order, and their addresses.
+        spares = enumerate(pod.spare_hosts[:_MOST_SPARE_HOSTS], start=pod.nodes)
+        self._addresses = {0: pod.rendezvous_host, **dict(spares)}
+        # The process that hosts the store which this pod has entered, or had entered before it left, and its pod.
         self._entered_host: str | None = None
+        self._entered_index = 0
         self._has_met_left_store = False
+        self._is_host = self._has_opened_round = False
+        self._looked_for_others_at = 0.0
         self._next = self._first = 0
         self._published_checkpoints = 0
         self._place = pod.index if pod.index < pod.nodes else None
@@ -85,38 +99,58 @@ class Rendezvous:
         """Return whether this pod has no place. May be read from any thread."""
         return self._place is None
 
+    @property
+    def is_host(self) -> bool:
+        """Return whether this pod hosts the store, and with it has place 0. May be read from any thread."""
+        return self._is_host
+
     def host_store(self, first_round: int) -> None:
         """Host the store; its rounds count from `first_round`. Other pods join it where they gather."""
         pod = self._pod
         self._launcher_store = LauncherStore.host_store(pod.listens_on, pod.rendezvous_port, pod.launcher_key)
+        self._is_host, self._has_opened_round = True, False
         self._opened_store.put_first("first round", str(first_round))
         self._opened_store.put_first("host", self.token)
         # The last one: the others wait for it.
         self._opened_store.put_first("gang", json.dumps(self._gang_facts))
-        self._enter_store()
+        self._enter_store(pod.index)
 
     def join_store(self, wait_seconds: float | None) -> None:
-        """Join the store of pod 0 unless this pod has one. Pod 0 may be scheduled long after this one."""
-        pod, began = self._pod, time.monotonic()
+        """Join a store unless this pod has one, or host it where that is up to this pod.
+
+        Pod 0 may be scheduled long after this one.
+        """
+        began = time.monotonic()
         while self._launcher_store is None:
             self._stop.raise_if_requested()
             waited = time.monotonic() - began
             if wait_seconds is not None and waited >= wait_seconds:
                 raise LostPeers(f"pod 0 did not come back within {wait_seconds:.0f} s")
-            if is_listening(pod.rendezvous_host, pod.rendezvous_port) and self._has_joined_new_store():
+            if self.join_any_store():
                 return
-            if self._has_met_left_store and waited >= _LEFT_STORE_SECONDS:
+            if not self._has_met_left_store:
+                self._host_next_store(waited)
+            elif waited >= _LEFT_STORE_SECONDS:
                 raise LostPeers(
-                    "the connection to pod 0 was lost, and the store of that pod still has this pod's place"
+                    f"the connection to pod {self._entered_index} was lost, and the store of that pod still has this "
+                    "pod's place"
                 )
-            self._stop.wait(_POLL_SECONDS)
+            if self._launcher_store is None:
+                self._stop.wait(_POLL_SECONDS)
+
+    def join_any_store(self) -> bool:
+        """Join the first store of another pod that answers; return false where none does."""
+        self._has_met_left_store = False
+        return any(self._has_joined_new_store(index) for index in self._other_hosts)
 
     def leave_store(self) -> None:
-        """Leave a store that does not answer. `gather_pods` joins the store of the next pod 0."""
-        self._launcher_store = None
+        """Leave a store that does not answer. `gather_pods` joins the next one."""
+        if self._launcher_store is not None:
+            self._launcher_store.close()
+        self._launcher_store, self._is_host = None, False
 
     def gather_pods(self, wait_seconds: float | None, prepare: Callable[[int], int]) -> Round | Ending:
-        """Wait until all pods have arrived in the same round; pod 0 prepares it before anybody may start ranks.
+        """Wait until all pods have arrived in the same round; the host prepares it before anybody may start ranks.
 
         prepare: returns the port of a new store of the round's ranks, on this pod's loopback.
         An Ending when there will be no other round. The wait has no limit for the first time: pods come when the
@@ -125,6 +159,7 @@ class Rendezvous:
         began = time.monotonic()
         until = None if wait_seconds is None else began + wait_seconds
         self.join_store(wait_seconds)
+        self._looked_for_others_at = time.monotonic()
         while True:
             number = self._arrive_in_round()
             if isinstance(number, Ending):
@@ -143,6 +178,7 @@ class Rendezvous:
                         self._heartbeats.forget_counts()
                         return opened_round
                 self._stop.raise_if_requested()
+                self._yield_to_other_store()
                 if until is not None and time.monotonic() >= until:
                     raise LostPeers(f"{self._absent_pods(number)} did not come back within {wait_seconds:.0f} s")
                 is_return = wait_seconds is not None and time.monotonic() < began + _RETURN_SECONDS
@@ -152,7 +188,7 @@ class Rendezvous:
         """Return the ending of a round, None while it runs. Sends this pod's heartbeat meanwhile."""
         self._heartbeats.send(self._opened_store, _round_key(number, f"pulse/{self._place}"))
         ending = self._read_ending(number)
-        if ending is None and self._pod.is_first:
+        if ending is None and self._is_host:
             ending = self._end_silent_round(number)
         return ending
 
@@ -172,7 +208,7 @@ class Rendezvous:
         return self._read_ending(number - 1) if number > self._first else None
 
     def publish_checkpoint(self, step: int | None) -> None:
-        """Publish the newest checkpoint to all pods; rank 0 and with it pod 0 knows it."""
+        """Publish the newest checkpoint to all pods; the pod of rank 0 knows it."""
         if step is not None and step >= self._published_checkpoints:
             # A counter of steps plus one, since it starts at 0 and step 0 is a step.
             self._published_checkpoints = self._opened_store.add_to_counter(
@@ -180,7 +216,7 @@ class Rendezvous:
             )
 
     def newest_checkpoint(self) -> int | None:
-        """Return the newest checkpoint that pod 0 has published."""
+        """Return the newest checkpoint that was published."""
         published = self._opened_store.add_to_counter("checkpoint", 0)
         return published - 1 if published else None
 
@@ -195,10 +231,10 @@ class Rendezvous:
         return self._opened_store.add_to_counter(_round_key(number, "done"), 0) >= self._pod.nodes
 
     def leave_round(self, number: int, within_seconds: float) -> None:
-        """Go. Pod 0 goes last: the others still have to read that all are done."""
+        """Go. The host goes last: the others still have to read that all are done."""
         name = _round_key(number, "left")
-        if not self._pod.is_first:
-            # Pod 0 may be gone already: nothing is left to exchange.
+        if not self._is_host:
+            # The host may be gone already: nothing is left to exchange.
             with suppress(LostPeers):
                 self._opened_store.add_to_counter(name)
             return
@@ -246,8 +282,11 @@ class Rendezvous:
     def _find_place(self, number: int) -> int | None:
         """Return the place for this spare in a round: an older process' own, or that of a pod that does not come back.
 
-        None in the first round of an attempt, in which pods come when the cluster has room for them.
+        None in the first round of an attempt, in which pods come when the cluster has room for them. The host of the
+        store has place 0, and no other pod.
         """
+        if self._is_host:
+            return 0
         store = self._opened_store
         arrived = store.add_to_counter(_round_key(number, "arrived"), 0)
         if not self._has_sought_former_place:
@@ -303,21 +342,85 @@ class Rendezvous:
         pod = self._pod
         return {"uid": pod.uid, "attempt": pod.attempt, "nodes": pod.nodes, "ranksPerNode": pod.ranks_per_node}
 
-    def _has_joined_new_store(self) -> bool:
-        """Join the store that listens; return false where it is the store that this pod left, or does not answer."""
-        pod = self._pod
+    @property
+    def _other_hosts(self) -> list[int]:
+        """Return the other pods that may host the store, last the one whose store was lost: that may not answer."""
+        lost = None if self._entered_host is None else self._entered_index
+        return sorted((index for index in self._addresses if index != self._pod.index), key=lambda index: index == lost)
+
+    def _has_joined_new_store(self, index: int) -> bool:
+        """Join the store of a pod; return false where none answers, or the store that this pod left."""
         with suppress(LostStore):
-            self._launcher_store = LauncherStore.join_store(pod.rendezvous_host, pod.rendezvous_port, pod.launcher_key)
+            store = self._reach_store(index)
+            if store is None:
+                return False
+            self._launcher_store = store
             self._require_same_gang()
-            self._has_met_left_store = self._opened_store.get("host") == self._entered_host is not None
-            if not self._has_met_left_store:
-                self._enter_store()
+            is_left_store = self._opened_store.get("host") == self._entered_host is not None
+            self._has_met_left_store = self._has_met_left_store or is_left_store
+            if not is_left_store:
+                self._enter_store(index)
                 return True
         self.leave_store()
         return False
 
+    def _reach_store(self, index: int) -> LauncherStore | None:
+        pod, address = self._pod, self._addresses[index]
+        if not is_listening(address, pod.rendezvous_port):
+            return None
+        return LauncherStore.join_store(address, pod.rendezvous_port, pod.launcher_key)
+
+    def _host_next_store(self, waited: float) -> None:
+        """Host the store after the one that this pod has lost, if it is its turn: a spare, or pod 0 with any place.
+
+        A wrong guess harms nothing: no round begins before all others have left the lost store, too.
+        """
+        pod = self._pod
+        may_host = pod.index in self._addresses and (self._place is None or pod.index == 0)
+        if self._entered_host is None or not may_host:
+            return
+        turns = [index for index in self._addresses if index != self._entered_index or index == pod.index]
+        if waited < turns.index(pod.index) * _TURN_SECONDS:
+            return
+        try:
+            newest = pod.fence.newest_token()
+        except OSError as error:
+            log.warning("the run folder cannot be read; another pod has to host the store", error=str(error))
+            return
+        # No round has begun: pods come when the cluster has room for them, and no spare is needed.
+        if newest is None or newest.attempt != pod.attempt:
+            return
+        self._place = None
+        self.host_store(newest.restart + 1)
+        log.warning("this pod hosts the store now", instead_of=self._entered_index)
+
+    def _yield_to_other_store(self) -> None:
+        """Give the store of this pod up where another has the gang, or comes before it: LostStore.
+
+        Two pods may have begun at once, and a host that slept for long finds that the others went on without it.
+        """
+        now = time.monotonic()
+        if not self._is_host or now - self._looked_for_others_at < _OTHER_STORE_SECONDS:
+            return
+        rank = (not self._has_opened_round, -self._first, self._pod.index)
+        better = [index for index in self._other_hosts if self._store_rank(index) < rank]
+        self._looked_for_others_at = time.monotonic()
+        if better:
+            self._is_host, self._place = False, None
+            raise LostStore(f"the other pods meet in the store of pod {better[0]}")
+
+    def _store_rank(self, index: int) -> tuple[bool, int, int]:
+        """Return the rank of the store of a pod: rounds were opened, it is later, the pod comes before; last: none."""
+        with suppress(LostPeers):
+            store = self._reach_store(index)
+            if store is not None:
+                has_opened_round, first = store.get("opened") is not None, int(store.get("first round") or 0)
+                store.close()
+                return not has_opened_round, -first, index
+        return True, 1, index
+
     def _require_same_gang(self) -> None:
-        # Only pod 0 may name the gang of the rendezvous: a late pod of an older attempt would turn this one away.
+        # Only its host may name the gang of the rendezvous: a late pod of an older attempt would turn this one away.
         while (stored_text := self._opened_store.get("gang")) is None:
             self._stop.raise_if_requested()
             self._stop.wait(_POLL_SECONDS)
@@ -325,9 +428,11 @@ class Rendezvous:
         if stored_gang != self._gang_facts:
             raise LostPeers(f"pod {self._pod.index} belongs to {self._gang_facts}, but the rendezvous to {stored_gang}")
 
-    def _enter_store(self) -> None:
-        """Begin with the first round of the store. Counts of an earlier store mean nothing here."""
-        self._entered_host, self._has_met_left_store = self._opened_store.get("host"), False
+    def _enter_store(self, index: int) -> None:
+        """Begin with the first round of the store of a pod. Counts of an earlier store mean nothing here."""
+        self._entered_host, self._entered_index = self._opened_store.get("host"), index
+        if self._place == 0 and not self._is_host:
+            self._place = None
         self._next = self._first = int(self._opened_store.get("first round") or 0)
         self._published_checkpoints = 0
         self._heartbeats.forget_counts()
@@ -337,9 +442,11 @@ class Rendezvous:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _open_for_ranks(self, number: int, prepare: Callable[[int], int]) -> None:
-        if not self._pod.is_first:
+        if not self._is_host:
             return
         port = prepare(number)
+        self._has_opened_round = True
+        self._opened_store.put_first("opened", self.token)
         # Before the other pods hear of the port: their ranks may connect at once.
         self._opened_store.reach_ranks(port)
         self._opened_store.put_first(_round_key(number, "ranks"), str(port))
@@ -375,7 +482,7 @@ class Rendezvous:
 
 
 class _PodHeartbeats:
-    """Heartbeats of launchers. Each counts in the store; pod 0 checks that the counts move, by its own clock."""
+    """Heartbeats of launchers. Each counts in the store; its host checks that the counts move, by its own clock."""
 
     def __init__(self, pod: TrainerPod, lost_seconds: float) -> None:
         self._pod, self.lost_seconds = pod, lost_seconds

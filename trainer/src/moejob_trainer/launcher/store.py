@@ -1,4 +1,4 @@
-"""The store that all launchers of an attempt share: hosted by pod 0, open to launchers that know the attempt's secret.
+"""The store that all launchers of an attempt share, open to those that know the attempt's secret; one pod hosts it.
 
 torch's TCPStore authenticates no client: a stranger could write the ending of a round, or where its ranks meet. So the
 launchers have a server of their own, and the TCPStore that ranks must have listens on pod 0's loopback only: launchers
@@ -123,13 +123,19 @@ class StoreServer:
 
     def __init__(self, entries: StoreEntries, key: bytes) -> None:
         self._entries, self._admission = entries, Admission(key)
+        self._server: asyncio.Server | None = None
         self.ranks_ports: set[int] = set()
 
     async def serve_on(self, sock: socket.socket) -> None:
         """Serve until the loop ends."""
-        await asyncio.start_server(self._serve_client, sock=sock, backlog=_ACCEPTED_AT_ONCE)
+        self._server = await asyncio.start_server(self._serve_client, sock=sock, backlog=_ACCEPTED_AT_ONCE)
         # asyncio uses its backlog as the length of the queue, too, and a large gang arrives together.
         sock.listen(BACKLOG)
+
+    async def stop_listening(self) -> None:
+        """Stop listening: a socket of a loop that has ended would let clients in, and answer none."""
+        if self._server is not None:
+            self._server.close()
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(*BROKEN):
@@ -162,7 +168,7 @@ class StoreServer:
 
 
 class StoreClient:
-    """One launcher's connections to the store that pod 0 hosts."""
+    """One launcher's connections to the store that another pod hosts."""
 
     def __init__(self, loop: LoopThread, host: str, port: int, key: bytes) -> None:
         self._loop, self._place, self._key = loop, (host, port), key
@@ -209,13 +215,13 @@ class LauncherStore:
 
     def __init__(
         self,
-        loop: LoopThread,
+        end: Callable[[], None],
         apply_request: Callable[[StoreRequest], StoreReply],
         ranks_port: Callable[[int], int],
         port: int,
     ) -> None:
         self._apply_request, self._ranks_port, self.port = apply_request, ranks_port, port
-        weakref.finalize(self, loop.stop)
+        self._finalizer = weakref.finalize(self, end)
 
     @classmethod
     def host_store(cls, address: str, port: int, key: bytes) -> LauncherStore:
@@ -230,7 +236,12 @@ class LauncherStore:
             server.ranks_ports = {ranks_port}
             return ranks_port
 
-        return cls(loop, entries.apply_request, register_port, sock.getsockname()[1])
+        def end() -> None:
+            with suppress(RuntimeError, TimeoutError):
+                loop.run(server.stop_listening(), _ANSWER_SECONDS)
+            loop.stop()
+
+        return cls(end, entries.apply_request, register_port, sock.getsockname()[1])
 
     @classmethod
     def join_store(cls, host: str, port: int, key: bytes) -> LauncherStore:
@@ -238,7 +249,11 @@ class LauncherStore:
         loop = LoopThread()
         with _as_lost_peers(f"{host}:{port}"):
             client = StoreClient(loop, host, port, key)
-        return cls(loop, client.send_request, client.forward_ranks, port)
+        return cls(loop.stop, client.send_request, client.forward_ranks, port)
+
+    def close(self) -> None:
+        """End the connections, and the server of a store that is hosted here."""
+        self._finalizer()
 
     def put_first(self, name: str, text: str) -> str:
         """Write a text unless the name has one; return the text that counts."""
@@ -257,7 +272,7 @@ class LauncherStore:
         self._send_request(StoreRequest(operation=Operation.COUNT_AT_END, name=name))
 
     def reach_ranks(self, ranks_port: int) -> int:
-        """Return the port of this pod's loopback under which its ranks reach the store that pod 0 hosts for them."""
+        """Return the port of this pod's loopback under which its ranks reach the store that the host has for them."""
         with _as_lost_peers("the store of the ranks"):
             return self._ranks_port(ranks_port)
 
