@@ -430,6 +430,7 @@ UNASKED = {
     [
         pytest.param(["--help"], {"moejob_api.job", "pydantic", "rich", "yaml"}, id="help"),
         pytest.param(["plan", "--help"], {"moejob_api.job", "rich", "yaml"}, id="help of a command"),
+        pytest.param(["version"], {"moejob_api.job", "pydantic", "rich", "yaml"}, id="version"),
         pytest.param(["validate", str(ACCEPTED)], {"rich", *UNASKED}, id="validate"),
         pytest.param(["plan", str(ACCEPTED), "--output", "json"], {"rich", *UNASKED}, id="a plan for programs"),
         pytest.param(["plan", str(ACCEPTED)], {"rich._emoji_codes", *UNASKED}, id="a plan for people"),
@@ -441,6 +442,31 @@ def test_a_command_waits_for_no_import_that_it_does_not_need(arguments: list[str
     assert answer.stderr.split() == []
 
 
+@pytest.mark.parametrize("arguments", [["get"], ["get", "a", "-o", "json"], ["watch"], ["top", "a"], ["steps", "a"]])
+def test_a_verb_of_a_cluster_waits_for_neither_models_nor_tables(arguments: list[str], tmp_path: Path) -> None:
+    heavy = {"pydantic", "rich", "moejob_api.job.job", "moejob_api.diagnosis.diagnose", "moejob_cli.sweeps"}
+    program = f"print(*sorted({heavy} & {{*sys.modules}}), file=sys.stderr)"
+    answer = ended(program, *arguments, KUBECONFIG=str(tmp_path / "none"), KUBERNETES_SERVICE_HOST="")
+    assert answer.returncode == 4
+    *message, modules = answer.stderr.split("\n", 1)
+    assert message[0].startswith("error: no cluster is configured")
+    assert modules.split() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["get", "-o", "xml"], "'xml' is not one of 'table', 'json', 'yaml'"),
+        (["top", "job", "--every", "soon"], "--every"),
+        (["board", "--port", "70000"], "--port"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused(arguments: list[str], words: str) -> None:
+    answer = moejob(*arguments)
+    assert answer.returncode == 2
+    assert words in " ".join(answer.stderr.split())
+
+
 def test_a_plan_ends_before_garbage_is_collected() -> None:
     answer = ended("print([before, gc.get_stats()], file=sys.stderr)", "plan", str(ACCEPTED))
     before, after = json.loads(answer.stderr.replace("'", '"'))
@@ -448,7 +474,9 @@ def test_a_plan_ends_before_garbage_is_collected() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*app.registered_commands, *verbs.registered_commands], ids=lambda command: command.callback.__name__
+    "command",
+    [*app.registered_commands, *verbs.registered_commands],
+    ids=lambda command: command.callback.__name__,
 )
 def test_the_types_of_options_are_no_text_that_typer_would_evaluate(command: CommandInfo) -> None:
     assert command.callback is not None

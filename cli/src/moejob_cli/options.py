@@ -1,14 +1,16 @@
 """Options without validators until the command line has a value for them.
 
 Typer builds a pydantic validator for every option of a command, with or without a value. For shell completion, which
-needs no value, that would take twice as long as all other work.
+needs no value, that would take twice as long as all other work; and importing pydantic takes a verb of a cluster, whose
+values are names and defaults, a third of its start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from enum import EnumType
+from typing import Any, get_args, get_origin
 
 from typer._click import Command, Context, Parameter
 from typer._coercion import RuntimeParam, build_runtime_param
@@ -21,7 +23,20 @@ class UnbuiltParam(RuntimeParam):
 
     def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
         # Completing a word runs no command that would read it.
-        return value if ctx.resilient_parsing else build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
+        if ctx.resilient_parsing or is_valid_already(value, self.annotation):
+            return value
+        if get_origin(self.annotation) is list and get_args(self.annotation) == (str,):
+            return [*value]
+        if isinstance(self.annotation, EnumType) and isinstance(value, str) and value in set(self.annotation):
+            return self.annotation(value)
+        return build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
+
+
+def is_valid_already(value: Any, annotation: Any) -> bool:
+    """Return whether a value is what the option takes: a default, for the command line gives texts, or a text."""
+    if annotation is str or not isinstance(value, str):
+        return isinstance(annotation, type) and isinstance(value, annotation)
+    return isinstance(annotation, EnumType) and isinstance(value, annotation)
 
 
 class LazyCommands(TyperGroup):
