@@ -55,6 +55,7 @@ class Run:
 
     folder: Path
     sections: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
     process: subprocess.Popen[str] | None = None
 
     @property
@@ -70,8 +71,9 @@ class Run:
             "PYTHONPATH": str(STAND_IN),
             "STAND_IN": json.dumps(dict(enumerate(pods))),
         }
+        options = [word for setting in self.settings for word in ("--set", setting)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(self.place)],
+            [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(self.place), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -18,6 +18,7 @@ from moejob_cli.option_types import (
     OutputFormat,
     OutputOption,
     SetOption,
+    SweepOption,
 )
 from moejob_cli.options import LazyCommands
 from moejob_cli.printing import print_document, print_report
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from moejob_cli.inputs import PlannedJob
     from moejob_cli.interchange import Conversion
     from moejob_cli.obstacles import JobObstacle
+    from moejob_cli.running.supervision import RunResult
     from moejob_client.jobs import AsyncClient
 
 app = typer.Typer(
@@ -267,34 +269,62 @@ def run(
     ],
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", help="Folder of the run: used again, the run goes on. Default: runs/NAME."),
+        typer.Option(
+            "--run-dir",
+            help="Folder of the run: used again, the run goes on. Default: runs/NAME. Of a sweep: the folder of its "
+            "runs. Default: runs.",
+        ),
     ] = None,
-    settings: SetOption = None,
+    settings: SweepOption = None,
 ) -> None:
     """Train on this machine, each node simulated, as the job would in a cluster. Ctrl-C saves; run again to go on."""
-    raise typer.Exit(_train_here(file, run_dir, settings or ()))
+    from moejob_cli.inputs import plan_file, plan_swept_jobs
+    from moejob_cli.sweeps import is_sweep
+
+    if not is_sweep(settings or ()):
+        answer = plan_file(file, settings or ())
+        _require_accepted([answer])
+        raise typer.Exit(_train_here(answer, run_dir).exit_code)
+    from moejob_cli.running.command import RUNS
+    from moejob_cli.sweeps import overlay_words
+
+    answers = plan_swept_jobs(file, settings or ())
+    _require_accepted(answers)
+    folders = [(run_dir or RUNS) / answer.job.metadata.name for answer in answers]
+    exit_code = 0
+    for number, (answer, folder) in enumerate(zip(answers, folders, strict=True), 1):
+        typer.echo(f"run {number} of {len(answers)}: {folder}", err=True)
+        result = _train_here(answer, folder)
+        # A run that fails says something about its values, and the others are wanted all the same.
+        exit_code = exit_code or result.exit_code
+        if result.is_as_asked:
+            raise typer.Exit(exit_code)
+    typer.echo(overlay_words("moejob board", folders), err=True)
+    raise typer.Exit(exit_code)
 
 
-def _train_here(file: str, run_dir: Path | None, settings: "Sequence[str]") -> int:
-    """Train a job of this machine to its end; the exit code."""
-    from moejob_cli.inputs import plan_file
+def _require_accepted(answers: "Sequence[PlannedJob]") -> None:
+    """Show the plan of the first job that is refused, and end."""
+    refused = next((answer for answer in answers if not answer.plan.is_accepted), None)
+    if refused is None:
+        return
+    from moejob_cli.report import plan_report
 
-    answer = plan_file(file, settings)
-    layout = answer.plan.layout
-    if not answer.plan.is_accepted or layout is None:
-        from moejob_cli.report import plan_report
+    print_report(plan_report(refused, all_ranks=False))
+    print_hint(refused.plan.problems)
+    raise typer.Exit(CommandExit.REFUSED)
 
-        print_report(plan_report(answer, all_ranks=False))
-        print_hint(answer.plan.problems)
-        return CommandExit.REFUSED
+
+def _train_here(answer: "PlannedJob", run_dir: Path | None) -> "RunResult":
+    """Train an accepted job on this machine to its end, and print how it ended."""
     from moejob_cli.running import command, display
 
-    result, lines, folder = command.run_job(answer, layout, run_dir, display.choose_display())
+    result, lines, folder = command.run_job(answer, run_dir, display.choose_display())
     if lines:
         print_report(display.closing_lines(lines, folder, answer.job.spec.grpo))
     if result.exit_code:
         typer.echo(result.message if result.is_as_asked else f"error: {result.message}", err=True)
-    return result.exit_code
+    return result
 
 
 @app.command("demo", short_help="Train a tiny model here, then ask it something.")
@@ -309,13 +339,14 @@ def run_demo(
 ) -> None:
     """Train the tiny example on two CPU ranks, then ask its model. The first time this installs the trainer (5 GB)."""
     from moejob_api.contract.pods import ExitCode
+    from moejob_cli.inputs import plan_file
     from moejob_cli.running import demo
     from moejob_cli.running.machine import CannotRun
 
     try:
         python = demo.prepare_trainer(wheels)
         demo.clear_run_folder(run_dir)
-        exit_code = _train_here(str(demo.JOB), run_dir, ())
+        exit_code = _train_here(plan_file(str(demo.JOB)), run_dir).exit_code
         if exit_code:
             raise typer.Exit(exit_code)
         typer.echo("\n" + demo.ask_model(python, run_dir), nl=False)
@@ -382,7 +413,8 @@ def serve_runs(
     except OSError as error:
         typer.echo(f"error: port {port} cannot be used: {error.strerror}; name another one with --port", err=True)
         raise typer.Exit(CommandExit.REFUSED) from None
-    typer.echo(server.url)
+    # Runs that are named one by one are to be seen beside each other.
+    typer.echo(server.overlay_url if len(runs or ()) > 1 else server.url)
     with server:
         server.serve_forever()
 

@@ -11,6 +11,7 @@ from moejob_api.job.status import AppliedProfile
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import UnseenModel, model_shape
 from moejob_api.planner.plan import Plan, plan_job
+from moejob_cli.sweeps import read_sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class PlannedJob:
 def plan_file(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
     """Return the plan of the job in a file, changed by --set."""
     return plan_read_job(read_file(file, settings), available_gpus)
+
+
+def plan_swept_jobs(file: str, settings: Sequence[str]) -> tuple[PlannedJob, ...]:
+    """Return the plan of each job of a sweep."""
+    return tuple(plan_read_job(job) for job in read_sweep(file, settings))
 
 
 def plan_read_job(

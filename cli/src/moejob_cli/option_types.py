@@ -18,13 +18,18 @@ class OutputFormat(StrEnum):
 
 
 OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")]
-SetOption = Annotated[
+_SETTING_HELP = (
+    "Set a field of the job for this command, as training.maxSteps=20 or data.train[0].source=chats.jsonl; "
+    "typed as in YAML, an empty value removes the field. May be given several times."
+)
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=_SETTING_HELP)]
+SweepOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="FIELD=VALUE",
-        help="Set a field of the job for this command, as training.maxSteps=20 or data.train[0].source=chats.jsonl; "
-        "typed as in YAML, an empty value removes the field. May be given several times.",
+        metavar="FIELD=VALUE[,VALUE...]",
+        help=f"{_SETTING_HELP} Values with commas between them make a sweep: a job of each combination, whose name "
+        "says the values.",
     ),
 ]
 NamespaceOption = Annotated[
@@ -34,3 +39,6 @@ ContextOption = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig. Default: the current one.")
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job, @latest the newest.", show_default=False)]
+RunOrJobArgument = Annotated[
+    str, typer.Argument(metavar="JOB|RUN", help="A job, @latest the newest; or a run folder.", show_default=False)
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
@@ -30,23 +30,30 @@ async def read_steps(volume: JobVolume) -> AsyncGenerator[dict[str, Any]]:
         async for chunk in chunks:
             *lines, incomplete = (incomplete + chunk).split(b"\n")
             for line in lines:
-                if (step := _parse_object(line)) is not None:
+                if (step := parse_object(line)) is not None:
                     yield step
 
 
 async def read_samples(volume: JobVolume, step: int | None, *, is_evaluation: bool) -> AsyncGenerator[dict[str, Any]]:
     """Yield the answers of a step, or of the newest step that has any."""
-    matches = [_SAMPLE_FILE.fullmatch(name) for name in await volume.list_files(["samples/*.jsonl"])]
+    chosen, path = choose_samples(await volume.list_files(["samples/*.jsonl"]), step, is_evaluation=is_evaluation)
+    async with _open_archive(volume, [path]) as archive:
+        for _, content in _archived_files(archive):
+            for line in content:
+                if (sample := parse_object(line)) is not None:
+                    yield {"step": chosen, **sample}
+
+
+def choose_samples(names: Iterable[str], step: int | None, *, is_evaluation: bool) -> tuple[int, str]:
+    """Return step and path of the answers of a step, or of the newest step that has any."""
+    matches = [_SAMPLE_FILE.fullmatch(name) for name in names]
     steps = {int(match["step"]): match[0] for match in matches if match and bool(match["kind"]) == is_evaluation}
     chosen = max(steps, default=None) if step is None else step
     if chosen is None or chosen not in steps:
-        kept = f"; there are those of {', '.join(map(str, sorted(steps)))}" if steps else ""
-        raise JobRequestError(RequestFailure.NO_FILE, f"there are no answers of step {chosen or 'any'}{kept}")
-    async with _open_archive(volume, [steps[chosen]]) as archive:
-        for _, content in _archived_files(archive):
-            for line in content:
-                if (sample := _parse_object(line)) is not None:
-                    yield {"step": chosen, **sample}
+        others = f"; there are those of {', '.join(map(str, sorted(steps)))}" if steps else ""
+        place = "any step" if chosen is None else f"step {chosen}"
+        raise JobRequestError(RequestFailure.NO_FILE, f"there are no answers of {place}{others}")
+    return chosen, steps[chosen]
 
 
 async def read_record_lines(volume: JobVolume, attempt: int | None) -> AsyncGenerator[LogLine]:
@@ -102,7 +109,7 @@ async def read_last_steps(volume: JobVolume, count: int) -> list[dict[str, Any]]
         async for chunk in chunks:
             content += chunk
     # The first line may be cut, and the last one is not finished yet.
-    steps = filter(None, map(_parse_object, content.split(b"\n")[:-1]))
+    steps = filter(None, map(parse_object, content.split(b"\n")[:-1]))
     return list(steps)[-count:]
 
 
@@ -140,8 +147,8 @@ def _archived_files(archive: tarfile.TarFile) -> list[tuple[str, IO[bytes]]]:
     return [(name, content) for name, content in opened if content is not None]
 
 
-def _parse_object(line: bytes) -> dict[str, Any] | None:
-    """Read a line; a damaged one is left out."""
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, None for a damaged one."""
     try:
         value = orjson.loads(line)
     except ValueError:

@@ -92,6 +92,29 @@ def test_two_runs_are_compared_by_the_fields_of_their_jobs(browser: Chromium, tm
         ]
 
 
+def test_runs_that_are_named_are_overlaid_from_the_start(browser: Chromium, tmp_path: Path) -> None:
+    for number, name in enumerate(("first", "second", "third")):
+        make_run(tmp_path / name, 60, name=name, training={"maxSteps": 90 + number})
+    write_report([tmp_path / "first", tmp_path / "third"], tmp_path / "report.html")
+    server = serve_board([tmp_path], 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        # The file comes between them: a browser does not load a page again for another part of its address.
+        for address, words in (
+            (server.overlay_url, "3 runs overlaid"),
+            ((tmp_path / "report.html").as_uri(), "2 runs overlaid"),
+        ):
+            browser.open(address)
+            browser.wait_for(f"document.querySelector('#view').innerText.includes({words!r})")
+            assert complaints(browser) == []
+        browser.open(f"{server.url}#compare-2+0", "Compare")
+        heads = browser.evaluate("[...document.querySelectorAll('th')].map((cell) => cell.textContent)")
+        assert heads == ["field", "third", "first"]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_values_under_the_pointer_are_those_of_the_step_log(browser: Chromium, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", 150)
     values = {line["step"]: line["loss"] for line in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())}

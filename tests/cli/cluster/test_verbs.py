@@ -14,8 +14,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
 from moejob_api.contract.stacks import STACKS_MODULE
+from moejob_cli.app import app
 from moejob_cli.cluster.logs import parse_age
 from pod_log_server import NAMESPACE, PodLogServer, ServedPod, serve_pod_logs
 
@@ -105,6 +107,25 @@ def test_steps_and_answers_are_printed_as_tables_and_as_json(tmp_path: Path) -> 
         assert (code, errors) == (3, "error: there are no answers of step 9; there are those of 3\n")
 
     run_story(tmp_path, story)
+
+
+def test_steps_and_answers_of_a_run_of_this_machine_need_no_cluster(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-3.jsonl").write_text('{"prompt": "2+2?", "answer": "4", "reward": 1.0}\n')
+
+    def run_here(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*arguments])
+        return result.exit_code, result.output
+
+    steps = run_here("steps", str(tmp_path))
+    assert (steps[0], steps[1].split()) == (0, ["step", "loss", "1", "2.5"])
+    assert run_here("steps", str(tmp_path), "-o", "json") == (0, '{"step": 1, "loss": 2.5}\n')
+    assert run_here("samples", str(tmp_path)) == (0, "--- step 3  reward 1\nprompt: 2+2?\nanswer: 4\n")
+    code, output = run_here("samples", str(tmp_path), "--eval")
+    assert (code, output) == (3, "error: there are no answers of any step\n")
+    (tmp_path / "steps.jsonl").unlink()
+    assert run_here("steps", str(tmp_path))[0] == 3
 
 
 def test_files_are_copied_and_counted(tmp_path: Path) -> None:
@@ -216,6 +237,24 @@ def test_the_page_of_a_job_is_served_from_a_copy_until_ctrl_c(tmp_path: Path) ->
 
     run_story(tmp_path, story)
     assert list(tmp_path.glob("moejob-open-*")) == []
+
+
+def test_jobs_are_compared_with_runs_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "run.json").write_text('{"job": "older", "uid": "1"}')
+    (here / "steps.jsonl").write_text('{"step": 1, "loss": 2.75}\n')
+
+    async def story(server: PodLogServer, run_verb: RunVerb) -> None:
+        await server.add_pod(ServedPod("job-0", "uid-0"))
+        code, output, _ = await run_verb("compare", "@latest", str(here), "-o", "json")
+        answer = json.loads(output)
+        assert (code, answer["runs"], answer["curves"]["loss"]["values"]) == (0, ["job", "older"], [2.5, 2.75])
+        code, _, errors = await run_verb("compare", "job")
+        assert (code, "name two runs or more" in " ".join(errors.split())) == (2, True)
+
+    run_story(tmp_path, story)
 
 
 def test_a_run_folder_without_files_has_no_page(tmp_path: Path) -> None:

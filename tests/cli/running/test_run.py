@@ -64,6 +64,34 @@ def test_a_run_in_the_same_folder_goes_on_as_the_same_job_under_the_next_attempt
     assert after["MOEJOB_SECRET"] == before["MOEJOB_SECRET"]
 
 
+def test_a_sweep_trains_a_run_of_each_value_in_a_folder_of_its_name(run: MakeRun) -> None:
+    sweep = run()
+    sweep.settings = ("training.maxSteps=4,5",)
+    ended = sweep.run([[STEPS, DONE]])
+    folders = [sweep.place / name for name in ("small-ms-4", "small-ms-5")]
+    assert ended.code == 0, ended
+    assert [len((folder / "steps.jsonl").read_text().splitlines()) for folder in folders] == [4, 4]
+    assert [json.loads((folder / "run.json").read_text())["job"] for folder in folders] == ["small-ms-4", "small-ms-5"]
+    assert f"`moejob board {folders[0]} {folders[1]}` overlays their curves" in ended.stderr
+
+
+def test_a_run_of_a_sweep_that_fails_leaves_the_next_ones_alone(run: MakeRun) -> None:
+    sweep = run()
+    sweep.settings = ("training.maxSteps=4,5",)
+    ended = sweep.run([[["ends", 78, "bad data"]]])
+    assert ended.code == 78, ended
+    assert ended.stderr.count("bad data") == 2
+    assert (sweep.place / "small-ms-5" / "run.json").exists()
+
+
+def test_a_sweep_of_which_one_job_is_refused_trains_none(run: MakeRun) -> None:
+    sweep = run()
+    sweep.settings = ("training.globalBatchSize=8,7", "training.microBatchSize=8")
+    ended = sweep.run([[DONE]])
+    assert ended.code == 1, ended
+    assert not sweep.place.exists()
+
+
 def test_a_launcher_that_ends_in_mid_answer_is_no_fault_of_the_run(run: MakeRun) -> None:
     assert run().run([[STEPS, ["breaks_off_answers"], DONE]]).code == 0
 

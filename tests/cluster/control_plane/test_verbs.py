@@ -73,6 +73,20 @@ def test_a_dry_run_creates_nothing(control_plane: ControlPlane, namespace: str) 
     assert control_plane.api.get(jobs.path(namespace))["items"] == []
 
 
+def test_a_sweep_creates_a_job_of_each_value(control_plane: ControlPlane, namespace: str) -> None:
+    sweep = [*SUBMIT, "--set", "training.optimizer.learningRate=0.001,0.003", "-n", namespace]
+    code, output, errors = run_verb(control_plane.kubeconfig, *sweep)
+    assert (code, len(output.splitlines())) == (0, 2)
+    assert "`moejob open tiny-sft-lr-0-001 tiny-sft-lr-0-003` overlays their curves" in errors
+    created = control_plane.api.get(jobs.path(namespace))["items"]
+    assert {job["metadata"]["name"]: job["spec"]["training"]["optimizer"]["learningRate"] for job in created} == {
+        "tiny-sft-lr-0-001": 0.001,
+        "tiny-sft-lr-0-003": 0.003,
+    }
+    code, _, errors = run_verb(control_plane.kubeconfig, *sweep, "--follow")
+    assert (code, "follows one job" in errors) == (2, True)
+
+
 @pytest.mark.parametrize(("phase", "code"), [("Succeeded", 0), ("Failed", 1)])
 def test_watch_prints_changes_and_ends_with_the_job(
     control_plane: ControlPlane, namespace: str, phase: str, code: int

@@ -1,4 +1,4 @@
-"""`moejob board` and `moejob report`: which folders are runs, and where the page goes."""
+"""`moejob board`, `report` and `compare`: which folders are runs, and where page and comparison go."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 from moejob_api.contract.pods import RunFile
 from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_cli.board.comparison import SHOWN_METRICS, compare_runs, comparison_document, comparison_report
 from moejob_cli.board.one_file import build_report
 from moejob_cli.board.run_files import RunFiles
 from moejob_cli.board.server import BoardServer
+from moejob_cli.option_types import OutputFormat
+from moejob_cli.printing import print_document, print_report
 
 # A run has written at least one of them.
 _SIGNS = (RunFile.OWNER, RunFile.STEPS, RunFile.RECORD)
@@ -38,6 +41,14 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
     with target.open("wb") as file:
         file.write(content)
     return len(content)
+
+
+def show_comparison(runs: Sequence[RunFiles], output: OutputFormat) -> None:
+    """Print how runs differ: the numbers that people look at first, or all of them for a program."""
+    if output is OutputFormat.TABLE:
+        print_report(comparison_report(compare_runs(runs, SHOWN_METRICS)))
+    else:
+        print_document(comparison_document(compare_runs(runs)), output)
 
 
 def cache_folder() -> Path:

@@ -72,7 +72,7 @@ class RunFiles:
         return {
             **summary,
             "job": _job_text(spec),
-            "fields": _flat_fields(spec),
+            "fields": self.job_fields(),
             "layout": _layout_rows(spec),
             "nodes": _node_rows(events),
             "events": [_event_row(attempt, event) for attempt, event in events[-_MOST_EVENTS:]],
@@ -90,6 +90,10 @@ class RunFiles:
             },
             "samples": self.sample_files(),
         }
+
+    def job_fields(self) -> dict[str, str]:
+        """Return the fields of the job by their paths: runs are compared by them."""
+        return _flat_fields(_read_json(self.folder / RunFile.SPEC))
 
     def read_events(self) -> Iterator[tuple[int, RecordEvent]]:
         """Yield attempt and event of the whole record, by time."""
@@ -177,7 +181,7 @@ def _job_text(spec: Any) -> str:
 
 
 def _flat_fields(value: Any, path: str = "") -> dict[str, str]:
-    """Return the leaves of a spec by their paths: two runs are compared by them."""
+    """Return the leaves of a spec by their paths."""
     if isinstance(value, dict) and value:
         parts = [_flat_fields(part, f"{path}.{name}" if path else str(name)) for name, part in value.items()]
     elif isinstance(value, list) and value:

@@ -19,6 +19,8 @@ from moejob_cli.board.run_files import RunFiles
 _HOST = "127.0.0.1"
 _NAMES = (_HOST, "localhost")
 _SECONDS = 30
+# Colours of the page.
+_MOST_OVERLAID = 8
 
 
 class BoardServer(ThreadingHTTPServer):
@@ -36,6 +38,12 @@ class BoardServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The address to open."""
         return f"http://{_HOST}:{self.server_address[1]}/"
+
+    @property
+    def overlay_url(self) -> str:
+        """The address that opens with the curves of all runs overlaid."""
+        numbers = "+".join(map(str, range(min(len(self.runs), _MOST_OVERLAID))))
+        return f"{self.url}#curves-{numbers}" if len(self.runs) > 1 else self.url
 
 
 class _BoardRequest(BaseHTTPRequestHandler):

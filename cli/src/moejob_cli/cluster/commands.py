@@ -15,12 +15,18 @@ from moejob_cli.option_types import (
     NamespaceOption,
     OutputFormat,
     OutputOption,
-    SetOption,
+    RunOrJobArgument,
+    SweepOption,
 )
 from moejob_cli.printing import print_document, print_report
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from moejob_cli.board.run_files import RunFiles
     from moejob_client.jobs import AsyncClient
+
+_LEAST_COMPARED = 2
 
 verbs = typer.Typer()
 
@@ -97,25 +103,31 @@ def print_logs(
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_lines))
 
 
-@verbs.command("steps", short_help="Print the step log of a job.")
+@verbs.command("steps", short_help="Print the step log of a job or a run.")
 def print_steps(
-    name: JobArgument,
+    name: RunOrJobArgument,
     output: OutputOption = OutputFormat.TABLE,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Print the step log of a job from its volume; -o json prints every number, one object a line."""
-    from moejob_cli.cluster.files import print_steps
-    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
+    """Print the step log of a job from its volume, or of a run; -o json prints every number, one object a line."""
+    from moejob_cli.cluster import files
+    from moejob_cli.cluster.jobs import ClusterChoice, run_reading, run_verb
+    from moejob_cli.notices import print_notice
 
     is_json = output is not OutputFormat.TABLE
-    choice = ClusterChoice(namespace, context)
-    raise typer.Exit(run_verb(choice, lambda client: print_steps(client, name, is_json=is_json)))
+    if Path(name).is_dir():
+        raise typer.Exit(run_reading(files.print_steps(files.read_run_steps(Path(name)), is_json=is_json)))
+
+    def print_log(client: "AsyncClient") -> "Awaitable[CommandExit]":
+        return files.print_steps(client.steps(name, report=print_notice), is_json=is_json)
+
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_log))
 
 
-@verbs.command("samples", short_help="Print answers of a job with their rewards.")
+@verbs.command("samples", short_help="Print answers of a job or a run with their rewards.")
 def print_samples(
-    name: JobArgument,
+    name: RunOrJobArgument,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Answers of this step. Default: the newest.")
     ] = None,
@@ -124,13 +136,19 @@ def print_samples(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Print prompts, answers and rewards of a step from the job's volume; -o json prints one object a line."""
-    from moejob_cli.cluster.files import print_samples
-    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
+    """Print prompts, answers and rewards of a step of a job or a run; -o json prints one object a line."""
+    from moejob_cli.cluster import files
+    from moejob_cli.cluster.jobs import ClusterChoice, run_reading, run_verb
+    from moejob_cli.notices import print_notice
 
-    async def print_answers(client: "AsyncClient") -> CommandExit:
-        is_json = output is not OutputFormat.TABLE
-        return await print_samples(client, name, step, is_evaluation=evaluation, is_json=is_json)
+    is_json = output is not OutputFormat.TABLE
+    if Path(name).is_dir():
+        samples = files.read_run_samples(Path(name), step, is_evaluation=evaluation)
+        raise typer.Exit(run_reading(files.print_samples(samples, is_json=is_json)))
+
+    def print_answers(client: "AsyncClient") -> "Awaitable[CommandExit]":
+        answers = client.samples(name, step, is_evaluation=evaluation, report=print_notice)
+        return files.print_samples(answers, is_json=is_json)
 
     raise typer.Exit(run_verb(ClusterChoice(namespace, context), print_answers))
 
@@ -171,25 +189,54 @@ def show_job(
     raise typer.Exit(run_verb(choice, lambda client: show_job(client, name, every, is_json=is_json)))
 
 
-@verbs.command("open", short_help="Show a job of the cluster in the browser.")
-def open_job(
-    name: JobArgument,
+@verbs.command("open", short_help="Show jobs of the cluster in the browser.")
+def open_jobs(
+    names: Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs, @latest the newest.", show_default=False)],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8265,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Show curves, failures, answers and layout of a job in the browser, from a copy of its files; Ctrl-C ends it."""
+    """Show curves, failures, answers and layout of jobs in the browser, from copies of their files; Ctrl-C ends it."""
     from moejob_cli.cluster.jobs import ClusterChoice, run_verb
     from moejob_cli.cluster.page import open_page
 
-    raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: open_page(client, name, port)))
+    raise typer.Exit(run_verb(ClusterChoice(namespace, context), lambda client: open_page(client, names, port)))
+
+
+@verbs.command("compare", short_help="Say how runs differ.")
+def compare_runs(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|JOB...", help="Run folders, folders of them, jobs of the cluster.", show_default=False
+        ),
+    ],
+    output: OutputOption = OutputFormat.TABLE,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Say in which fields the jobs of runs differ, and how far apart their curves are; -o json has every number."""
+    from moejob_cli.board.commands import open_runs, show_comparison
+    from moejob_cli.cluster.jobs import ClusterChoice, run_verb
+    from moejob_cli.job_names import is_job_name
+
+    def show(runs: "list[RunFiles]") -> None:
+        if len(runs) < _LEAST_COMPARED:
+            raise typer.BadParameter("name two runs or more", param_hint="RUN|JOB")
+        show_comparison(runs, output)
+
+    if not any(is_job_name(Path(name)) for name in names):
+        show(open_runs([Path(name) for name in names]))
+        return
+    from moejob_cli.cluster.page import compare_jobs
+
+    choice = ClusterChoice(namespace, context)
+    raise typer.Exit(run_verb(choice, lambda client: compare_jobs(client, names, show)))
 
 
 @verbs.command("stacks", short_help="Print the Python stacks of all ranks.")
 def print_stacks(
-    name: Annotated[
-        str, typer.Argument(metavar="JOB|RUN", help="A job, @latest the newest; or a run folder.", show_default=False)
-    ],
+    name: RunOrJobArgument,
     output: OutputOption = OutputFormat.TABLE,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
@@ -228,7 +275,7 @@ def submit_job(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
     ],
-    settings: SetOption = None,
+    settings: SweepOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Show the plan, then the run. Ctrl-C leaves the job alone.")
     ] = False,
@@ -238,29 +285,38 @@ def submit_job(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Create a job in the cluster, unless its plan is refused here already."""
+    """Create a job in the cluster, or the jobs of a sweep, unless a plan is refused here already."""
     from moejob_cli.cluster import jobs
-    from moejob_cli.inputs import plan_file
+    from moejob_cli.inputs import plan_file, plan_swept_jobs
     from moejob_cli.report import plan_report
+    from moejob_cli.sweeps import is_sweep, overlay_words
 
-    answer = plan_file(file, settings or ())
-    if follow or not answer.plan.is_accepted:
-        print_report(plan_report(answer, all_ranks=False))
-    # With its profile, which is in the cluster, a job may be another one.
-    if not answer.plan.is_accepted and answer.job.spec.profile is None:
-        raise typer.Exit(CommandExit.REFUSED)
-    choice = jobs.ClusterChoice(namespace or answer.job.metadata.namespace, context)
+    is_swept = is_sweep(settings or ())
+    if is_swept and follow:
+        raise typer.BadParameter("follows one job; `moejob watch` follows all of a namespace", param_hint="--follow")
+    answers = plan_swept_jobs(file, settings or ()) if is_swept else (plan_file(file, settings or ()),)
+    for answer in answers:
+        if follow or not answer.plan.is_accepted:
+            print_report(plan_report(answer, all_ranks=False))
+        # With its profile, which is in the cluster, a job may be another one.
+        if not answer.plan.is_accepted and answer.job.spec.profile is None:
+            raise typer.Exit(CommandExit.REFUSED)
+    choice = jobs.ClusterChoice(namespace or answers[0].job.metadata.namespace, context)
 
-    async def submit_answer(client: "AsyncClient") -> CommandExit:
-        return await jobs.submit_job(client, answer.job, dry_run=dry_run, follow=follow)
+    async def submit_answers(client: "AsyncClient") -> CommandExit:
+        described_jobs = [answer.job for answer in answers]
+        return await jobs.submit_jobs(client, described_jobs, dry_run=dry_run, follow=follow)
 
     try:
-        raise typer.Exit(jobs.run_verb(choice, submit_answer))
+        exit_code = jobs.run_verb(choice, submit_answers)
     except KeyboardInterrupt:
         at = f" -n {choice.namespace}" if choice.namespace else ""
         at += f" --context {context}" if context else ""
-        typer.echo(jobs.follow_words(f"moejob watch {answer.job.metadata.name}{at}"), err=True)
+        typer.echo(jobs.follow_words(f"moejob watch {answers[0].job.metadata.name}{at}"), err=True)
         raise
+    if is_swept and not dry_run and exit_code is CommandExit.ACCEPTED:
+        typer.echo(overlay_words("moejob open", [answer.job.metadata.name for answer in answers]), err=True)
+    raise typer.Exit(exit_code)
 
 
 @verbs.command("suspend", short_help="Stop a job after a checkpoint.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -56,8 +56,13 @@ def run_verb(choice: ClusterChoice, verb: Callable[[AsyncClient], Awaitable[Comm
         async with await connect_client(choice.namespace, choice.context) as jobs:
             return await verb(jobs)
 
+    return run_reading(run_connected())
+
+
+def run_reading(reading: Coroutine[Any, Any, CommandExit]) -> CommandExit:
+    """Run what reads a job or a run; a failure is printed as one message."""
     try:
-        return asyncio.run(run_connected())
+        return asyncio.run(reading)
     except JobRequestError as error:
         typer.echo(f"error: {escaped_lines(str(error))}", err=True)
         return _EXITS[error.kind]
@@ -123,15 +128,15 @@ async def find_cluster_obstacles(jobs: AsyncClient, names: Sequence[str]) -> tup
     return find_obstacles(evidence.objects, datetime.now(UTC))
 
 
-async def submit_job(jobs: AsyncClient, job: MoETrainingJob, *, dry_run: bool, follow: bool) -> CommandExit:
-    """Create a job, and follow it if asked."""
-    uid = await jobs.submit(job, dry_run=dry_run)
-    name = job.metadata.name
-    if dry_run:
-        typer.echo(f"{jobs.namespace}/{name}: the cluster would accept it; nothing was created")
-        return CommandExit.ACCEPTED
-    typer.echo(f"{jobs.namespace}/{name}: created ({uid})")
-    return await follow_jobs(jobs, name) if follow else CommandExit.ACCEPTED
+async def submit_jobs(
+    jobs: AsyncClient, described_jobs: Sequence[MoETrainingJob], *, dry_run: bool, follow: bool
+) -> CommandExit:
+    """Create jobs, and follow the first if asked."""
+    for job in described_jobs:
+        uid = await jobs.submit(job, dry_run=dry_run)
+        result = "the cluster would accept it; nothing was created" if dry_run else f"created ({uid})"
+        typer.echo(f"{jobs.namespace}/{job.metadata.name}: {result}")
+    return await follow_jobs(jobs, described_jobs[0].metadata.name) if follow and not dry_run else CommandExit.ACCEPTED
 
 
 def follow_words(command: str) -> str:

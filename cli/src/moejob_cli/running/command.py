@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from moejob_api.contract.pods import ExitCode, RunFile
-from moejob_api.layout.sizes import Layout
 from moejob_cli.inputs import PlannedJob
 from moejob_cli.running.display import RunDisplay
 from moejob_cli.running.folder import HeldRunFolder, hold_run_folder
@@ -26,10 +25,12 @@ RUNS = Path("runs")
 
 
 def run_job(
-    planned_job: PlannedJob, layout: Layout, folder: Path | None, display: RunDisplay
+    planned_job: PlannedJob, folder: Path | None, display: RunDisplay
 ) -> tuple[RunResult, list[StepLine], Path]:
     """Run an accepted job on this machine; return its result, its steps and its run folder."""
-    name = planned_job.job.metadata.name
+    name, layout = planned_job.job.metadata.name, planned_job.plan.layout
+    if layout is None:
+        raise AssertionError(f"the plan of {name} was accepted without a layout")
     run_folder = (folder or RUNS / name).absolute()
     try:
         machine = find_local_machine()

@@ -428,7 +428,7 @@ async function show() {
     return make("div", { class: "run-row" }, make("button", { class: "run", type: "button", title: run.folder, "aria-selected": String(number === state.current), onclick: () => { state.current = number; show(); } }, state.runs.length > 1 ? tick : null, dot, make("span", { class: "name" }, run.name), make("small", {}, run.step === null ? "" : String(run.step))));
   }));
   document.title = state.runs[state.current].name + " · moejob";
-  location.replace("#" + VIEWS[state.view].toLowerCase() + "-" + state.current);
+  location.replace("#" + VIEWS[state.view].toLowerCase() + "-" + shownRuns().join("+"));
   const view = make("div", {});
   document.getElementById("view").replaceChildren(view);
   try { await SHOW[state.view](view); } catch (error) { view.replaceChildren(make("p", { class: "bad" }, String(error))); }
@@ -456,7 +456,11 @@ addEventListener("keydown", (event) => {
 (async () => {
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   state.runs = embedded ? embedded.runs : await (await ask("/api/runs")).json();
-  const place = /^#([a-z]+)-(\d+)$/.exec(location.hash);
-  if (place) { state.view = Math.max(0, VIEWS.findIndex((name) => name.toLowerCase() === place[1])); state.current = Math.min(state.runs.length - 1, Number(place[2])); }
+  const place = /^#([a-z]+)-(\d+(?:\+\d+)*)$/.exec(location.hash);
+  // The runs of a file were named one by one, to be seen beside each other.
+  let numbers = embedded && state.runs.length <= 8 ? state.runs.map((_, number) => number) : [0];
+  if (place) { state.view = Math.max(0, VIEWS.findIndex((name) => name.toLowerCase() === place[1])); numbers = place[2].split("+").map(Number).filter((number) => number < state.runs.length); }
+  state.current = numbers[0] ?? 0;
+  if (numbers.length > 1) state.overlaid = new Set(numbers);
   await show();
 })();
