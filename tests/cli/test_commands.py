@@ -14,6 +14,7 @@ from typer.models import CommandInfo
 
 from moejob_cli.app import app
 from moejob_cli.cluster.commands import verbs
+from moejob_cli.model_commands import model_commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCEPTED = EXAMPLES / "mixtral-8x7b-sft-16gpu.yaml"
@@ -475,7 +476,7 @@ def test_a_plan_ends_before_garbage_is_collected() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [*app.registered_commands, *verbs.registered_commands],
+    [*app.registered_commands, *verbs.registered_commands, *model_commands.registered_commands],
     ids=lambda command: command.callback.__name__,
 )
 def test_the_types_of_options_are_no_text_that_typer_would_evaluate(command: CommandInfo) -> None:

@@ -1,10 +1,12 @@
 """A hub on loopback that speaks what huggingface_hub and datasets ask of the real one, with branches that move.
 
-Only reads and no tokens; weights are in large-file storage. Processes that start with `environ` take it for the hub.
+Weights are in large-file storage. Reading needs no token, writing one of `writers`. Processes that start with
+`environ` take it for the hub.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -19,6 +21,11 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = Mapping[str, bytes]
+WRITER, READER = "hf_writer", "hf_reader"
+_PREUPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)")
+_COMMIT = re.compile(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)")
+_BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_OBJECT = re.compile(r"/lfs/([0-9a-f]{64})")
 _ABOUT = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
@@ -52,6 +59,8 @@ class Hub:
     asked: list[str] = field(default_factory=list)
     # Files that the hub refuses to send.
     lost: set[str] = field(default_factory=set)
+    # Contents of large-file storage by their digest.
+    objects: dict[str, bytes] = field(default_factory=dict)
 
     def model(self, name: str) -> Repository:
         return self.repositories.setdefault(("models", name), Repository())
@@ -102,7 +111,27 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(b"")
 
     def do_POST(self) -> None:
-        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        self._answer(self._read_body())
+
+    def do_PUT(self) -> None:
+        """Keep a file under the digest of its content."""
+        path, content = urlsplit(self.path).path, self._read_body()
+        self.server.hub.asked.append(f"PUT {path}")
+        found = _OBJECT.fullmatch(path)
+        if found is None or _sha256(content) != found[1]:
+            return self._say(400, {}, b"")
+        self.server.hub.objects[found[1]] = content
+        return self._say(200, {}, b"")
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = b""
+        while size := int(self.rfile.readline(), 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
 
     def log_message(self, *_: object) -> None:
         pass
@@ -114,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file("datasets" if found[1] else "models", *found.groups()[1:])
         elif found := _ABOUT.fullmatch(path):
             self._about(sent, *found.groups())
+        elif self.command == "POST":
+            self._write(path, sent)
         else:
             self._say(404, {"X-Error-Code": "RepoNotFound"}, b"{}")
 
@@ -147,8 +178,50 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in sorted(files)]
         return self._json({"id": name, "sha": commit, "siblings": siblings, "tags": [], "private": False})
 
-    def _json(self, body: Any) -> None:
-        self._say(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+    def _write(self, path: str, sent: bytes) -> None:
+        """Take a part of a push, from who may write."""
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token != WRITER:
+            return self._say(403 if token == READER else 401, {}, b'{"error": "no"}')
+        if path == "/api/repos/create":
+            wanted = json.loads(sent)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            status = 409 if ("models", name) in self.server.hub.repositories else 200
+            self.server.hub.model(name)
+            return self._json({"url": f"{self.server.hub.url}/{name}"}, status)
+        if _PREUPLOAD.fullmatch(path):
+            modes = {
+                file["path"]: "lfs" if _is_large(file["path"]) else "regular" for file in json.loads(sent)["files"]
+            }
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+            return self._json({"files": files})
+        if _BATCH.fullmatch(path):
+            return self._json({"transfer": "basic", "objects": [*map(self._place, json.loads(sent)["objects"])]})
+        if found := _COMMIT.fullmatch(path):
+            return self._commit(found[1], [json.loads(line) for line in sent.splitlines()])
+        return self._say(404, {}, b"{}")
+
+    def _place(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        place = {"oid": wanted["oid"], "size": wanted["size"]}
+        if wanted["oid"] in self.server.hub.objects:
+            return place
+        return place | {"actions": {"upload": {"href": f"{self.server.hub.url}/lfs/{wanted['oid']}"}}}
+
+    def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
+        repository = self.server.hub.model(name)
+        files = dict(repository.commits.get(repository.main, {}))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.hub.objects[value["oid"]]
+        commit = repository.push(files)
+        url = f"{self.server.hub.url}/{name}/commit/{commit}"
+        self._json({"success": True, "commitOid": commit, "commitUrl": url})
+
+    def _json(self, body: Any, status: int = 200) -> None:
+        self._say(status, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _say(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
         self.send_response(status)

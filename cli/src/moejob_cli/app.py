@@ -12,6 +12,7 @@ import typer
 
 from moejob_cli.cluster.commands import verbs
 from moejob_cli.exits import CommandExit
+from moejob_cli.model_commands import model_commands
 from moejob_cli.option_types import (
     ContextOption,
     NamespaceOption,
@@ -580,5 +581,6 @@ def version() -> None:
     typer.echo(f"moejob {installed('moejob')}")
 
 
+app.add_typer(model_commands)
 # Behind the commands of this machine.
 app.add_typer(verbs)

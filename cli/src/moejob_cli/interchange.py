@@ -1,4 +1,4 @@
-"""`moejob import` and `moejob export`: starts the trainer's Python, which knows the formats.
+"""`moejob import`, `export` and `push`: starts the trainer's Python, which knows the formats and the hub.
 
 One of its modules makes a Hugging Face folder of a run's checkpoint, another a Megatron checkpoint of that folder.
 """
@@ -16,6 +16,7 @@ from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_cli.running.machine import CannotRun, installed_trainer
 
 CONFIG = "config.json"
+ADAPTERS = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,19 @@ def export_to_megatron(
         return run_conversion(["export", model_folder, "--out", out], environ)
     finally:
         shutil.rmtree(model_folder, ignore_errors=True)
+
+
+def push_model(
+    place: Path, repository: str, arguments: Sequence[str | Path], environ: Mapping[str, str] = os.environ
+) -> Conversion:
+    """Upload an export, or that of a run, to a hub; models and adapters alike."""
+    folders = (place, place / RunFile.EXPORT)
+    folder = next((each for each in folders if (each / CONFIG).is_file() or (each / ADAPTERS).is_file()), None)
+    if folder is None:
+        message = f"{place} holds no exported model; write one: `moejob export {place} --out FOLDER`"
+        return Conversion(ExitCode.BAD_CONFIGURATION, message)
+    module = "moejob_trainer.checkpoint_export.hub_upload"
+    return _run_module(module, [folder, "--to", repository, *arguments], environ)
 
 
 def _run_module(module: str, arguments: Sequence[str | Path], environ: Mapping[str, str]) -> Conversion:

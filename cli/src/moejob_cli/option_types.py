@@ -17,6 +17,13 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
+class ChatEngine(StrEnum):
+    """The library that runs a model which is asked."""
+
+    VLLM = "vllm"
+    TRANSFORMERS = "transformers"
+
+
 OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")]
 _SETTING_HELP = (
     "Set a field of the job for this command, as training.maxSteps=20 or data.train[0].source=chats.jsonl; "
