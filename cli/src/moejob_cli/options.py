@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import EnumType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from typer._click import Command, Context, Parameter
 from typer._coercion import RuntimeParam, build_runtime_param
@@ -22,13 +22,14 @@ class UnbuiltParam(RuntimeParam):
     """A stand-in for the validator of an option, which is built once there is a value; None needs no validator."""
 
     def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
+        annotation: Any = self.annotation
         # Completing a word runs no command that would read it.
-        if ctx.resilient_parsing or is_valid_already(value, self.annotation):
+        if ctx.resilient_parsing or is_valid_already(value, annotation):
             return value
-        if get_origin(self.annotation) is list and get_args(self.annotation) == (str,):
+        if annotation == list[str]:
             return [*value]
-        if isinstance(self.annotation, EnumType) and isinstance(value, str) and value in set(self.annotation):
-            return self.annotation(value)
+        if isinstance(annotation, EnumType) and isinstance(value, str) and value in set(annotation):
+            return annotation(value)
         return build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
 
 

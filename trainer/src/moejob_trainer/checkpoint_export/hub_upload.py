@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from httpx import HTTPError
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import disable_progress_bars, get_token
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from moejob_api.contract.pods import ExitCode
 from moejob_trainer.errors import BadConfiguration
