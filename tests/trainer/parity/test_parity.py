@@ -26,6 +26,7 @@ from trainer.parity.cells import (
     measure_update,
     relative_errors,
     train_cell,
+    write_reference,
 )
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.parity.references import Reference
@@ -82,6 +83,7 @@ MEGATRON: dict[str, Any] = {"model": {"implementation": "Megatron"}}
 NATIVE: dict[str, Any] = {}
 # Megatron ranks a group by as many experts as a token takes of each kept group; two are what the model's code takes.
 CHANGED: dict[Family, dict[str, Any]] = {Family.GLM4_MOE: {"num_experts_per_tok": 4}}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
 IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
 
 # Every layout of one family, and for the others each way of dividing a model.
@@ -105,7 +107,13 @@ ALWAYS_MEGATRON = [
     *product((Family.GLM4_MOE, Family.MIXTRAL), ("TP2.PP2.EP2", "CP2")),
     *product((Family.QWEN2_MOE,), ("TP2", "CP2")),
     *product((Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2), ("TP2", "PP2", "EP2", "CP2")),
+    *product((Family.GPT_OSS,), ("TP2.EP4 folded over TP2.DP2", "PP2", "EP2", "CP2")),
 ]
+
+
+def _is_divisible(family: Family, layout: str) -> bool:
+    """Return whether a layout divides the family: biases of experts are not cut over tensor ranks."""
+    return family is not Family.GPT_OSS or Cell(family, {"parallelism": LAYOUTS[layout]}).layout().expert_tensor == 1
 
 
 def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
@@ -134,7 +142,7 @@ def test_one_rank_trains_what_transformers_trains(
         [
             *product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS, [""]),
             *product((Family.QWEN3_NEXT,), WITHOUT_CONTEXT, [""]),
-            *product(sorted(MEGATRON_FAMILIES), LAYOUTS, ["Megatron"]),
+            *(row for row in product(sorted(MEGATRON_FAMILIES), LAYOUTS, ["Megatron"]) if _is_divisible(*row[:2])),
         ],
         [*((*row, "") for row in ALWAYS), *((*row, "Megatron") for row in ALWAYS_MEGATRON)],
     ),
@@ -145,6 +153,21 @@ def test_a_layout_trains_what_transformers_trains(
     sections = {"parallelism": LAYOUTS[layout], **IMPLEMENTATIONS[implementation]}
     errors = _assert_like_reference(worlds, reference, Cell(family, sections))
     record_property(MATRIX, Entry(PARITY, f"{layout} {implementation}".strip(), family, errors).as_json)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(Family.GPT_OSS, {"rope_scaling": YARN}, id="gpt-oss, YaRN"),
+        pytest.param(Family.QWEN3_MOE, {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}, id="mscales"),
+        pytest.param(Family.MIXTRAL, {"sliding_window": 6}, id="windows"),
+    ],
+)
+def test_megatrons_layers_obey_what_a_config_says(
+    worlds: Worlds, tmp_path: Path, family: Family, changes: dict[str, Any]
+) -> None:
+    expected = write_reference(family, tmp_path, **changes)
+    assert_like(worlds.run(1, train_cell, Cell(family, MEGATRON), tmp_path), expected, within=WITHIN)
 
 
 @pytest.mark.parametrize("how", make_rows(TRAINED, [how for how in TRAINED if how not in ELSEWHERE]))

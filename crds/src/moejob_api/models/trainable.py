@@ -22,6 +22,7 @@ MEGATRON_FAMILIES = frozenset(
         Family.OLMOE,
         Family.ERNIE4_5_MOE,
         Family.MINIMAX_M2,
+        Family.GPT_OSS,
     }
 )
 # What another family lacks there, with Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2.
@@ -29,7 +30,6 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.DEEPSEEK_V2: "Megatron's latent attention needs Transformer Engine",
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
-    Family.GPT_OSS: "gpt-oss has sinks, windows and biases of experts, which our modules in Megatron's layers lack",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
 # Families whose weights go to Megatron's checkpoints and come back to the bit.

@@ -65,8 +65,6 @@ def _model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         yield _problem(
             "training.mtpLossCoefficient", "MTP modules are of our own layers only; set it to 0 to train without them"
         )
-    if any(isinstance(attention, GroupedAttention) and attention.window for attention in shape.attention_kinds()):
-        yield _problem("model.implementation", "the model's attention has windows, which our own layers alone have")
     for attention in shape.attention_kinds():
         if isinstance(attention, GroupedAttention) and attention.key_value_heads % spec.parallelism.tensor:
             yield _problem(

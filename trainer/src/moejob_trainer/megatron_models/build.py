@@ -93,10 +93,11 @@ def _layer_spec(provider: Any, layer: Layer, tensor: Group) -> ModuleSpec:
 
 
 def _set_attention(modules: Any, layer: Layer, tensor: Group) -> None:
-    modules.core_attention = DocumentAttention
     attention = layer.attention
     if not isinstance(attention, GroupedAttention):
-        return
+        raise TypeError(f"{attention} has no module in Megatron's layers")
+    sinks = attention.heads // tensor.size if attention.sinks else 0
+    modules.core_attention = partial(DocumentAttention, window=attention.window, sinks=sinks)
     if attention.head_norm:
         modules.q_layernorm = modules.k_layernorm = make_norm
     if attention.joint_norm:

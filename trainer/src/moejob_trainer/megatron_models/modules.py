@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.layers.activation import swiglu
+from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.attention import compute_attention
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.experts import add_biases, grouped_linear, repeat_biases
 from moejob_trainer.layers.gradient_sums import find_gradient_sum
 from moejob_trainer.layers.norm import RMSNorm
-from moejob_trainer.layers.rotary import Rotary
+from moejob_trainer.layers.rotary import Rotary, YarnScaling
 from moejob_trainer.layers.routing import Routing, route_tokens
 from moejob_trainer.model.joint_norm import JointNorm
 from moejob_trainer.model.linear import mark_expert
@@ -43,11 +43,24 @@ class PackedDocuments(PackedSeqParams):  # type: ignore[misc]
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside the documents of a packed row, over all context ranks."""
+    """Causal attention inside the documents of a packed row, over all context ranks.
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    sinks: this rank's heads, where each has a learned logit for no token; none without them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *_: Any,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.window = window
+        self.sinks = nn.Parameter(torch.empty(sinks, dtype=config.params_dtype)) if sinks else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedDocuments, **__: Any
@@ -61,6 +74,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             value.squeeze(1),
             packed_seq_params.documents,
             scale=self.scale,
+            window=self.window,
+            sinks=self.sinks,
             context_group=packed_seq_params.context_group,
         )
         return attended.flatten(1).unsqueeze(1)
@@ -72,8 +87,10 @@ class DocumentRotary(nn.Module):
     def __init__(self, rotary: Any, expected: Rotary) -> None:
         super().__init__()
         self.rotary = rotary
-        frequencies = rotary.inv_freq.cpu()
-        if expected.attention_factor != 1.0 or not torch.allclose(frequencies, expected.pair_frequencies(), rtol=1e-5):
+        if isinstance(expected.scaling, YarnScaling):
+            # Megatron's own class for YaRN gives no angles alone; its attention scales them, as the settings say.
+            rotary.inv_freq = expected.pair_frequencies(rotary.inv_freq.device)
+        elif not torch.allclose(rotary.inv_freq.cpu(), expected.pair_frequencies(), rtol=1e-5):
             raise BadConfiguration(
                 f"Megatron would turn queries and keys otherwise than {expected} says; set model.implementation to "
                 "Native"
@@ -93,13 +110,18 @@ class DocumentRotary(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """The experts of this rank in one grouped product each way."""
+    """The experts of this rank in one grouped product each way. Those with biases have gpt-oss's activation."""
 
     def __init__(self, count: int, config: Any, *, pg_collection: Any, **_: Any) -> None:
         super().__init__()
+        self.gate_limit: float | None = config.activation_func_clamp_value
         width, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
         self.gate_up = nn.Parameter(torch.empty(count, 2, width, hidden, dtype=config.params_dtype))
         self.down = nn.Parameter(torch.empty(count, hidden, width, dtype=config.params_dtype))
+        self.gate_up_bias = self.down_bias = None
+        if config.add_bias_linear:
+            self.gate_up_bias = nn.Parameter(torch.empty(count, 2, width, dtype=config.params_dtype))
+            self.down_bias = nn.Parameter(torch.empty(count, hidden, dtype=config.params_dtype))
         for parameter in self.parameters():
             mark_expert(parameter)
 
@@ -108,8 +130,23 @@ class GroupedExperts(nn.Module):
         bounds = torch.zeros(len(counts) + 1, dtype=torch.int32, device=rows.device)
         bounds[1:] = counts.cumsum(0)
         gate_up = grouped_linear(rows, self.gate_up.flatten(1, 2), bounds, total=find_gradient_sum(self.gate_up))
-        activated = swiglu(gate_up.unflatten(1, (2, -1)), probabilities)
-        return grouped_linear(activated, self.down, bounds, total=find_gradient_sum(self.down)), None
+        if self.gate_up_bias is not None:
+            gate_up = add_biases(gate_up, self.gate_up_bias.flatten(1), bounds)
+        output = grouped_linear(
+            self._apply_activation(gate_up.unflatten(1, (2, -1)), probabilities),
+            self.down,
+            bounds,
+            total=find_gradient_sum(self.down),
+        )
+        if self.down_bias is not None:
+            biases = repeat_biases(self.down_bias, bounds, len(rows)) * probabilities.unsqueeze(-1)
+            output = output + biases.to(output.dtype)
+        return output, None
+
+    def _apply_activation(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:
+        if self.gate_limit is None:
+            return swiglu(gate_up, probabilities)
+        return clamped_swiglu(gate_up, probabilities, limit=self.gate_limit)
 
 
 def make_norm(config: Any, hidden_size: int, eps: float, **_: Any) -> RMSNorm:

@@ -17,6 +17,7 @@ from moejob_api.job.training import RecomputeGranularity, RecomputeMethod
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import pipeline_stages
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.layers.rotary import Rotary, YarnScaling
 from moejob_trainer.layers.routing import Scoring
 from moejob_trainer.megatron_models.bridge import read_provider
 from moejob_trainer.model.architecture import Architecture
@@ -71,11 +72,9 @@ def make_provider(
         **_recompute_settings(spec),
         **_type_settings(spec),
     }
-    # Bridge has the number of the published ERNIE-4.5, whatever a config says.
-    of_job["rotary_base"] = model.rotary.theta
     of_job["share_embeddings_and_output_weights"] = model.shape.tied_embeddings
     of_job |= {"vocab_size": padded_vocabulary(model.shape), "use_cpu_initialization": device.type == "cpu"}
-    of_job |= _expert_settings(model)
+    of_job |= {**_expert_settings(model), **_rotary_settings(model.rotary)}
     chosen = read_overrides(spec.model.transformer or {}, frozenset(of_job))
     for name, value in {**_WITHOUT_FUSIONS, **of_job, **chosen}.items():
         setattr(provider, name, value)
@@ -85,6 +84,24 @@ def make_provider(
         raise BadConfiguration(f"Megatron refuses the settings of this model: {error}") from error
     _check_numbers(provider, model)
     return provider
+
+
+def _rotary_settings(rotary: Rotary) -> Mapping[str, Any]:
+    # Bridge has theta of the published ERNIE-4.5 and YaRN of the published gpt-oss, whatever a config says.
+    settings: dict[str, Any] = {"rotary_base": rotary.theta, "position_embedding_type": "rope"}
+    scaling = rotary.scaling
+    if not isinstance(scaling, YarnScaling):
+        return settings | {"yarn_rotary_scaling_factor": None}
+    if scaling.attention_factor is not None:
+        raise BadConfiguration(
+            f"Megatron scales attention by YaRN's factor alone, this model by {scaling.attention_factor}; use Native"
+        )
+    # What it scales queries and keys by; their angles are ours.
+    return settings | {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_mscale": scaling.mscale or None,
+        "yarn_mscale_all_dim": scaling.mscale_all_dim or None,
+    }
 
 
 def _expert_settings(model: Architecture) -> Mapping[str, Any]:
