@@ -172,6 +172,15 @@ def test_an_index_that_takes_more_memory_than_its_size_allows_is_refused(
         TorchDistReader(checkpoint)
 
 
+def test_a_reader_that_cannot_begin_is_not_said_to_be_the_fault_of_the_index(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the trainer lies on PYTHONPATH, which the reader does not obey."""
+    monkeypatch.setattr(checkpoint_index, "__name__", "moejob_trainer.interchange.elsewhere")
+    with pytest.raises(InvalidSpec, match=r"the process that reads it ended with .*No module named .*elsewhere"):
+        TorchDistReader(checkpoint)
+
+
 @pytest.mark.parametrize("newest", ["../../etc", "/etc", "²", "9" * 5000, "", "iter_1/.."])
 def test_a_tracker_names_an_iteration_or_is_refused(tmp_path: Path, newest: str) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(newest)

@@ -329,8 +329,12 @@ def _read_checkpoint_index(file: Path) -> dict[str, IndexedTensor]:
 
 
 def _index_failure_reason(reply: subprocess.CompletedProcess[bytes]) -> str:
+    last_words = reply.stderr.decode(errors="replace").strip()
     if reply.returncode == checkpoint_index.REFUSED:
-        return reply.stderr.decode(errors="replace").strip()
+        return last_words
+    # Python's own end of a process that could not begin: the index is not to blame.
+    if reply.returncode == 1 and last_words:
+        return f"the process that reads it ended with {last_words.splitlines()[-1][-300:]!r}"
     return f"reading it takes more memory or time than an index of its size does, exit code {reply.returncode}"
 
 
