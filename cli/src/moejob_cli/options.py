@@ -22,15 +22,11 @@ class UnbuiltParam(RuntimeParam):
     """A stand-in for the validator of an option, which is built once there is a value; None needs no validator."""
 
     def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
-        annotation: Any = self.annotation
         # Completing a word runs no command that would read it.
-        if ctx.resilient_parsing or is_valid_already(value, annotation):
+        if ctx.resilient_parsing or is_valid_already(value, self.annotation):
             return value
-        if annotation == list[str]:
-            return [*value]
-        if isinstance(annotation, EnumType) and isinstance(value, str) and value in set(annotation):
-            return annotation(value)
-        return build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
+        converted = _convert_text(value, self.annotation)
+        return build_runtime_param(param.type_descriptor).coerce(value, param, ctx) if converted is None else converted
 
 
 def is_valid_already(value: Any, annotation: Any) -> bool:
@@ -38,6 +34,17 @@ def is_valid_already(value: Any, annotation: Any) -> bool:
     if annotation is str or not isinstance(value, str):
         return isinstance(annotation, type) and isinstance(value, annotation)
     return isinstance(annotation, EnumType) and isinstance(value, annotation)
+
+
+def _convert_text(value: Any, annotation: Any) -> Any:
+    """Return texts as a list, and a name as its enumeration's; None for all else, which needs a validator."""
+    if annotation == list[str]:
+        return [*value]
+    if not (isinstance(annotation, EnumType) and isinstance(value, str)):
+        return None
+    # Of a type that is not known before, mypy takes the members for none at all.
+    names: set[Any] = set(annotation)
+    return annotation(value) if value in names else None
 
 
 class LazyCommands(TyperGroup):
