@@ -292,13 +292,6 @@ LINEAR = ModelShape(
         ),
         pytest.param(
             LINEAR,
-            {"training": {"lora": {"rank": 4}}},
-            Rule.LORA,
-            "adapters of the model's linear attention were not compared with PEFT; remove lora",
-            id="adapters of linear attention",
-        ),
-        pytest.param(
-            LINEAR,
             {"method": "GRPO"},
             Rule.ROLLOUT,
             "no engine was seen to take new weights of qwen3_next's linear attention; use method SFT",

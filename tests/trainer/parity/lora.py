@@ -24,10 +24,17 @@ LORA: dict[str, Any] = {
     "targets": ["QueryKeyValue", "AttentionOutput", "GateUp", "Down", "ExpertGateUp", "ExpertDown"],
 }
 # Two heads of keys and values: four ranks cannot divide them.
-CHANGES: dict[Family, dict[str, Any]] = {Family.QWEN3_MOE: {"num_key_value_heads": 2}, Family.DEEPSEEK_V3: {}}
+CHANGES: dict[Family, dict[str, Any]] = {
+    Family.QWEN3_MOE: {"num_key_value_heads": 2},
+    Family.DEEPSEEK_V3: {},
+    Family.QWEN3_NEXT: {},
+}
 _MODULES = (
     ("self_attn.", "_proj.weight"),
     ("self_attn.", "kv_a_proj_with_mqa.weight"),
+    ("linear_attn.", "in_proj_qkvz.weight"),
+    ("linear_attn.", "in_proj_ba.weight"),
+    ("linear_attn.", "out_proj.weight"),
     ("mlp.", "gate_proj.weight"),
     ("mlp.", "up_proj.weight"),
     ("mlp.", "down_proj.weight"),

@@ -40,6 +40,9 @@ from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
+# The first gradients of Transformers in float32 are 1.5e-5 off those in float64, as they are after half a unit in the
+# last place of each weight. Ours are 9e-6 off; by the third step, that has become 2e-5 of the norm.
+WITHIN_OF_LINEAR_ATTENTION = 5e-5
 FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -59,14 +62,16 @@ def _cell(family: Family, layout: dict[str, Any], **training: Any) -> Cell:
 
 def _assert_like_reference(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
     folder, expected = lora_reference(cell.family)
-    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected, within=WITHIN)
+    within = WITHIN_OF_LINEAR_ATTENTION if cell.family is Family.QWEN3_NEXT else WITHIN
+    assert_like(worlds.run(cell.ranks(), train_cell, cell, folder), expected, within=within)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     make_rows(
-        product(FAMILIES, LAYOUTS),
+        [*product(FAMILIES, LAYOUTS), *product((Family.QWEN3_NEXT,), ("one rank", "TP2", "EP2", "PP2"))],
         [
+            *product((Family.QWEN3_NEXT,), ("one rank", "TP2")),
             *product((Family.QWEN3_MOE,), ("one rank", "PP2", "CP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
             *product((Family.DEEPSEEK_V3,), ("PP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
         ],

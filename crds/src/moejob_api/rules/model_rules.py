@@ -128,12 +128,6 @@ def _head_problems(spec: Spec, attention: Attention) -> Iterator[Problem]:
                     f"context {spec.parallelism.context} would cut the sequence, but the model's linear attention "
                     "carries a state along it; change context to 1",
                 )
-            if spec.training.lora is not None:
-                yield Problem(
-                    Rule.LORA,
-                    "spec.training.lora",
-                    "adapters of the model's linear attention were not compared with PEFT; remove lora",
-                )
 
 
 def _width_problems(spec: Spec, mlp: DenseMLP | Experts) -> Iterator[Problem]:
