@@ -23,6 +23,9 @@ UNINSTALL = f"{PLANE}/test_chart.py::test_without_keep_an_uninstall_takes_jobs_a
 KIND = "tests/cluster/nodes/test_kind_demo.py::test_the_demo_for_docker_builds_installs_trains_and_asks_the_model"
 CHART = "tests/chart/test_getting_started.py::test_what_is_installed_can_be_rendered"
 STACKS = "tests/cli/cluster/test_verbs.py::test_stacks_are_printed_by_rank_and_a_pod_without_them_is_exit_1"
+COMPARISON = (
+    "tests/cli/board/test_comparison.py::test_a_person_sees_fields_and_curves_and_runs_of_one_name_by_their_folders"
+)
 # The first pattern that a command begins with counts. A proof is a test, or `needs` and what no test has.
 PROOFS: dict[str, str] = {
     r"make demo$": DEMO,
@@ -38,6 +41,10 @@ PROOFS: dict[str, str] = {
     r"moejob data ": "tests/trainer/data/test_preview.py::test_the_command_prints_it_marked",
     r"moejob export ": EXPORT,
     r"moejob stacks ": STACKS,
+    r"moejob submit ": f"{PLANE}/test_verbs.py::test_a_sweep_creates_a_job_of_each_value",
+    r"moejob open ": "tests/cli/cluster/test_verbs.py::test_the_page_of_a_job_is_served_from_a_copy_until_ctrl_c",
+    r"moejob compare ": COMPARISON,
+    r"moejob chat ": "tests/trainer/test_chat.py::test_a_prompt_of_the_command_line_or_of_a_pipe_is_answered_once",
     r"\.venv/trainer/bin/python examples/ask\.py ": DEMO,
     r"(cp|sed -i) .*job\.yaml$": f"{HERE}::test_the_layout_of_a_copied_example_is_changed_by_a_line",
     r"(grep|kill) .*runs/killed/": f"{HERE}::test_the_process_of_the_last_rank_is_found_in_the_log",
