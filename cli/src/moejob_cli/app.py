@@ -272,8 +272,8 @@ def run(
         Path | None,
         typer.Option(
             "--run-dir",
-            help="Folder of the run: used again, the run goes on. Default: runs/NAME. Of a sweep: the folder of its "
-            "runs. Default: runs.",
+            help="Folder of the run: used again, the run continues. Default: runs/NAME. Of a sweep: the folder of "
+            "its runs. Default: runs.",
         ),
     ] = None,
     settings: SweepOption = None,

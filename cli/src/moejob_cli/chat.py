@@ -65,7 +65,7 @@ class ChatProcess:
         """Return when the model is loaded; CannotRun when it cannot be."""
         self._read_reply()
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask_question(self, question: str) -> Iterator[str]:
         """Yield the pieces of the answer, and remember both; CannotRun where there is none."""
         messages = [*self._messages, ChatMessage("user", question)]
         request = ChatRequest(tuple(messages), self._options.max_tokens, self._options.temperature)
@@ -166,7 +166,7 @@ def _trains_adapters(run: Path) -> bool:
 
 def answer_once(chat: ChatProcess, question: str) -> None:
     """Print the answer to one question as it comes."""
-    for piece in chat.ask(question):
+    for piece in chat.ask_question(question):
         typer.echo(piece, nl=False)
     typer.echo()
 

@@ -8,7 +8,7 @@ from math import isfinite
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Return values as a row of at most `width` bars; each bar is the mean of its share."""
     shown = [value for value in values if isfinite(value)]
     if not shown:

@@ -30,7 +30,7 @@ from moejob_cli.running.machine import CannotRun, LocalMachine, require_capacity
 from moejob_cli.running.recovery import PodReport, choose_recovery, state_after_poll
 from moejob_cli.running.steps import StepLine, StepLog, seconds_left, tokens_per_second
 from moejob_cli.running.supervision import current_phase
-from moejob_cli.sparklines import sparkline
+from moejob_cli.sparklines import draw_sparkline
 
 DEADLINE = 100
 
@@ -312,11 +312,11 @@ def test_a_step_that_has_lost_a_number_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_curve_keeps_its_ends_and_its_width() -> None:
-    assert sparkline([8, 1], 10) == "█▁"
-    assert sparkline([3, 3], 10) == "▁▁"
-    assert len(sparkline(list(range(1000)), 40)) == 40
-    assert sparkline([1.0, float("nan"), 2.0], 10) == "▁█"
-    assert sparkline([], 10) == ""
+    assert draw_sparkline([8, 1], 10) == "█▁"
+    assert draw_sparkline([3, 3], 10) == "▁▁"
+    assert len(draw_sparkline(list(range(1000)), 40)) == 40
+    assert draw_sparkline([1.0, float("nan"), 2.0], 10) == "▁█"
+    assert draw_sparkline([], 10) == ""
 
 
 def test_speed_and_time_left_follow_from_the_last_steps() -> None:

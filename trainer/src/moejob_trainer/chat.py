@@ -47,7 +47,7 @@ class LoadedModel:
     model: Any
 
     @property
-    def positions(self) -> int | None:
+    def most_positions(self) -> int | None:
         """Positions that the model has; None where its configuration names none."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return positions if isinstance(positions, int) else None
@@ -66,7 +66,7 @@ def answer_request(loaded: LoadedModel, request: ChatRequest, replies: TextIO) -
     try:
         inputs = encode_messages(tokenizer, request.messages).to(model.device)
         prompt_tokens = inputs["input_ids"].shape[1]
-        limit = token_limit(prompt_tokens, request.max_tokens, loaded.positions)
+        limit = token_limit(prompt_tokens, request.max_tokens, loaded.most_positions)
     except Exception as error:  # noqa: BLE001  # a template is a foreign program, which may raise anything
         return ChatReply(is_last=True, problem=str(error))
     sampling = {"do_sample": True, "temperature": request.temperature} if request.temperature else {"do_sample": False}

@@ -220,18 +220,18 @@ def compare_runs(
     from moejob_cli.cluster.jobs import ClusterChoice, run_verb
     from moejob_cli.job_names import is_job_name
 
-    def show(runs: "list[RunFiles]") -> None:
+    def show_runs(runs: "list[RunFiles]") -> None:
         if len(runs) < _LEAST_COMPARED:
             raise typer.BadParameter("name two runs or more", param_hint="RUN|JOB")
         show_comparison(runs, output)
 
     if not any(is_job_name(Path(name)) for name in names):
-        show(open_runs([Path(name) for name in names]))
+        show_runs(open_runs([Path(name) for name in names]))
         return
     from moejob_cli.cluster.page import compare_jobs
 
     choice = ClusterChoice(namespace, context)
-    raise typer.Exit(run_verb(choice, lambda client: compare_jobs(client, names, show)))
+    raise typer.Exit(run_verb(choice, lambda client: compare_jobs(client, names, show_runs)))
 
 
 @verbs.command("stacks", short_help="Print the Python stacks of all ranks.")

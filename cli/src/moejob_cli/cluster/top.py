@@ -17,7 +17,7 @@ import typer
 from moejob_api.contract.texts import escaped_text
 from moejob_api.job.phase import Phase
 from moejob_cli.exits import CommandExit
-from moejob_cli.sparklines import sparkline
+from moejob_cli.sparklines import draw_sparkline
 from moejob_client.job_view import JobView
 from moejob_client.jobs import AsyncClient
 
@@ -112,7 +112,7 @@ def _time_lines(steps: Sequence[Step]) -> Iterator[str]:
 
 def _draw_curve(steps: Sequence[Step], name: str) -> str:
     numbers = (_read_number(step, name) for step in steps)
-    return sparkline([number for number in numbers if number is not None], _STEPS)
+    return draw_sparkline([number for number in numbers if number is not None], _STEPS)
 
 
 def _read_number(step: Step, name: str) -> float | None:

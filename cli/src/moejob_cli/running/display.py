@@ -20,7 +20,7 @@ from moejob_api.contract.pods import RunFile, escaped_lines
 from moejob_api.job.grpo import Grpo
 from moejob_api.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, tokens_per_second
-from moejob_cli.sparklines import sparkline
+from moejob_cli.sparklines import draw_sparkline
 
 _LINE_SECONDS = 5.0
 _PHASE_LINE_SECONDS = 10.0
@@ -211,7 +211,7 @@ def _curve_lines(lines: Sequence[StepLine]) -> list[RenderableType]:
         return []
     rewards = [line.reward for line in lines if line.reward is not None]
     name, values = ("reward", rewards) if rewards else ("loss", [line.loss for line in lines])
-    curve_lines = [Text(f"  {name:12} {values[0]:.4f} {sparkline(values, _CURVE_WIDTH)} {values[-1]:.4f}")]
+    curve_lines = [Text(f"  {name:12} {values[0]:.4f} {draw_sparkline(values, _CURVE_WIDTH)} {values[-1]:.4f}")]
     evaluated = [line.eval_loss for line in lines if line.eval_loss is not None]
     if evaluated:
         curve_lines.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))

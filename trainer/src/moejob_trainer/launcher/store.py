@@ -236,12 +236,12 @@ class LauncherStore:
             server.ranks_ports = {ranks_port}
             return ranks_port
 
-        def end() -> None:
+        def end_server() -> None:
             with suppress(RuntimeError, TimeoutError):
                 loop.run(server.stop_listening(), _ANSWER_SECONDS)
             loop.stop()
 
-        return cls(end, entries.apply_request, register_port, sock.getsockname()[1])
+        return cls(end_server, entries.apply_request, register_port, sock.getsockname()[1])
 
     @classmethod
     def join_store(cls, host: str, port: int, key: bytes) -> LauncherStore:
