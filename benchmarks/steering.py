@@ -66,7 +66,9 @@ def main() -> None:
 def measure_watch(folder: Path) -> list[Result]:
     """CPU time of one `moejob watch` while the status of each job changes as the operator changes it."""
     programs = find_or_build(PROGRAMS, say)
-    with control_plane(folder / "plane", programs) as plane:
+    plane_folder = folder / "plane"
+    plane_folder.mkdir()
+    with control_plane(plane_folder, programs) as plane:
         plane.kubectl("apply", "--server-side=false", "-f", ROOT / "crds" / "moetrainingjobs.yaml")
         until(lambda: "moetrainingjobs" in plane.kubectl("api-resources"), waiting_for="the definition")
         for number in range(WATCHED_JOBS):
@@ -121,7 +123,7 @@ def _write_step(plane: ControlPlane, number: int, step: int) -> None:
     progress = {"step": step, "totalSteps": 1000, "loss": 2.5 - step / 1000, "updatedAt": "2026-01-01T00:00:00Z"}
     display = {"step": f"{step}/1000", "score": f"{2.5 - step / 1000:.3f}", "speed": f"{5000 + step} tok/s"}
     condition = {"lastTransitionTime": "2026-01-01T00:00:00Z", "message": "all ranks train " * 8, "reason": "Running"}
-    conditions = [{"type": kind, "status": "True", **condition} for kind in ("Accepted", "Running", "Placed")]
+    conditions = [{"type": kind, "status": "True", **condition} for kind in ("Accepted", "PodsCreated", "Running")]
     status = {"phase": "Running", "progress": progress, "display": display, "conditions": conditions}
     path = jobs.path(NAMESPACE, f"job-{number:03d}", part="status").partition("?")[0]
     plane.api.merge(path, {"status": status})
@@ -139,7 +141,9 @@ def _cpu_seconds(pid: int) -> float:
 
 def measure_submit(folder: Path, times: int) -> list[Result]:
     """Seconds from the start of `moejob submit` to the first line of the step log, job after job."""
-    with run_cluster(folder / "nodes", find_programs(say), Settings()) as nodes, install_release(nodes, folder) as home:
+    nodes_folder = folder / "nodes"
+    nodes_folder.mkdir()
+    with run_cluster(nodes_folder, find_programs(say), Settings()) as nodes, install_release(nodes, folder) as home:
         seconds = [_first_loss(nodes, home.namespace, folder, number) for number in range(times + 1)]
     later = seconds[1:]
     return [
