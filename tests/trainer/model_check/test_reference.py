@@ -39,5 +39,5 @@ def test_code_beside_the_weights_is_not_run_even_if_the_terminal_agrees(tmp_path
         check=False,
     )
     assert done.returncode != 0
-    assert "trust_remote_code" in done.stderr, done.stderr[-2000:]
+    assert "Unrecognized model identifier: foreign" in done.stderr, done.stderr[-2000:]
     assert not (model / "ran").exists()
