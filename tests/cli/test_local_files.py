@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -17,15 +18,23 @@ from moejob_cli.local_files import unreadable_sources
 from moejob_cli.running.machine import CannotRun, require_room, require_sources
 
 GIB = 1024**3
+PROMPTS = [{"source": "moejob/tiny-sums", "format": "Prompts"}]
 
 
 def _data(*sources: str) -> list[dict[str, str]]:
     return [{"source": source, "format": "Text"} for source in sources]
 
 
+def _write_model(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
 def test_files_and_folders_that_are_there_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.jsonl").touch()
+    _write_model(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{}")
     wanted = spec(
         model={"source": str(tmp_path)},
         data={"train": _data(str(tmp_path / "a.jsonl"), str(tmp_path), "org/name"), "eval": _data("moejob/tiny-chats")},
@@ -54,8 +63,63 @@ def test_each_source_that_is_not_here_is_named_with_its_field(tmp_path: Path) ->
 
 def test_a_checkpoint_of_megatron_needs_its_config_elsewhere(tmp_path: Path) -> None:
     model = {"source": str(tmp_path), "config": str(tmp_path / "published")}
-    (problem,) = unreadable_sources(spec(model=model, data={"train": _data(str(tmp_path))}))
+    (problem,) = unreadable_sources(spec(model=model, data={"train": _data("moejob/tiny-chats")}))
     assert problem.startswith(f"spec.model.config: {tmp_path}/published/config.json cannot be read")
+
+
+def test_what_a_folder_of_a_model_lacks_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    wanted = spec(model={"source": str(folder)}, data={"train": _data("moejob/tiny-chats")})
+    assert [*unreadable_sources(wanted)] == []
+    (folder / "tokenizer.json").rename(folder / "elsewhere")
+    assert [*unreadable_sources(wanted)] == [
+        f"spec.model.source: {folder} has no tokenizer; put tokenizer.json and tokenizer_config.json of the model there"
+    ]
+    # Kimi-K2's.
+    (folder / "elsewhere").rename(folder / "tiktoken.model")
+    (folder / "model.safetensors").unlink()
+    (problem,) = unreadable_sources(wanted)
+    assert "has no weights: neither model.safetensors nor model.safetensors.index.json" in problem
+    parts = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    (folder / "model-1.safetensors").touch()
+    (problem,) = unreadable_sources(wanted)
+    assert f"{folder} lacks model-2.safetensors, which model.safetensors.index.json names" in problem
+    (folder / "model-2.safetensors").touch()
+    assert [*unreadable_sources(wanted)] == []
+    index.write_text("[]")
+    (problem,) = unreadable_sources(wanted)
+    assert f"{index} cannot be read (" in problem
+    (folder / "latest_checkpointed_iteration.txt").touch()
+    assert [*unreadable_sources(wanted)] == []
+
+
+def test_data_that_holds_no_records_is_named(tmp_path: Path) -> None:
+    for name in ("text.txt", "empty.jsonl", "parts/sub/a.csv.gz", "saved/dataset_info.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "none").mkdir()
+    names = ("text.txt", "empty.jsonl", "none", "parts", "saved")
+    wanted = spec(data={"train": _data(*(str(tmp_path / name) for name in names), "chats.jsonl")})
+    text, empty, none, absent = unreadable_sources(wanted)
+    kinds = ".jsonl, .jsonl.gz, .csv, .csv.gz, .parquet"
+    assert text == (
+        f"spec.data.train[0].source: {tmp_path}/text.txt is none of {kinds}; convert it, one JSON object a line"
+    )
+    assert empty == f"spec.data.train[1].source: {tmp_path}/empty.jsonl is empty; name a file with records"
+    assert none == f"spec.data.train[2].source: folder {tmp_path}/none holds no file that ends in one of {kinds}"
+    # No name on the hub ends like a file.
+    assert absent.startswith("spec.data.train[5].source: chats.jsonl cannot be read on this machine")
+
+
+def test_the_folder_of_a_reward_is_looked_for(tmp_path: Path) -> None:
+    rewards = [{"name": "exact-match"}, {"module": "style:brief", "modulePath": str(tmp_path / "rewards")}]
+    wanted = spec(method="GRPO", data={"train": PROMPTS}, grpo={"rewards": rewards})
+    (problem,) = unreadable_sources(wanted)
+    assert problem.startswith(f"spec.grpo.rewards[1].modulePath: {tmp_path}/rewards cannot be read on this machine")
+    (tmp_path / "rewards").mkdir()
+    assert [*unreadable_sources(wanted)] == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")

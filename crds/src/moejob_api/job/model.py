@@ -7,6 +7,11 @@ from pydantic import Field
 
 from moejob_api.job.base import ApiModel, Count, CountOrZero, Dtype, LongText, Positive, ShortText, TextMap
 
+# Files that hold records.
+DATA_FILES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
+# A folder that `save_to_disk` of the datasets library has written has one of them.
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+
 
 def is_place(source: str) -> bool:
     """Return whether a source is a file or folder, and no name on the hub."""

@@ -19,7 +19,7 @@ from typing import IO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moejob_api.job.model import Dataset
+from moejob_api.job.model import DATA_FILES, SAVED_DATASET, Dataset
 from moejob_trainer.data import tiny
 from moejob_trainer.data.hub import HubPins, pin_dataset_commit
 from moejob_trainer.data.records import Record, refuse_surrogates, remove_absent_fields
@@ -28,10 +28,7 @@ from moejob_trainer.data.tokenizers import CLAIMS, locate_source
 from moejob_trainer.errors import BadData
 
 _BUILT_IN = {tiny.CHATS: tiny.chat_records, tiny.SUMS: tiny.sum_records, tiny.GUESSES: tiny.guess_records}
-_FILES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
 _LONGEST_FIELD = 2**31 - 1
-# What `save_to_disk` of the datasets library leaves in a folder.
-_SAVED = ("dataset_info.json", "dataset_dict.json")
 # Files of a folder belong to a split when they begin with its name, as on the hub: train-00000-of-00002.parquet.
 _SPLIT = re.compile(
     r"(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z0-9])", re.IGNORECASE
@@ -87,7 +84,7 @@ def _read_source(dataset: Dataset, claims: Path, pins: HubPins | None) -> Iterat
         return _read_file(path)
     if path.is_dir():
         return _read_folder(path, dataset.split)
-    if location.startswith(("/", ".")) or path.name.endswith(_FILES):
+    if location.startswith(("/", ".")) or path.name.endswith(DATA_FILES):
         raise BadData(f"there is no file or folder {location}, which data source {dataset.source} names")
     from moejob_trainer.data.library import read_hub_dataset  # noqa: PLC0415  # slow to import
 
@@ -118,9 +115,9 @@ def count_records(dataset: Dataset, claims: Path = CLAIMS) -> int | None:
 def _listed_files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
-    if any((path / name).is_file() for name in _SAVED):
+    if any((path / name).is_file() for name in SAVED_DATASET):
         return []
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(_FILES) and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(DATA_FILES) and file.is_file())
     return _select_split_files(path, files, split)
 
 
@@ -150,17 +147,17 @@ def _read_file(path: Path) -> Iterator[Record]:
         case ".parquet" if path.suffix == ".parquet":
             return _read_parquet(path)
         case _:
-            raise BadData(f"{path} is none of {', '.join(_FILES)}; convert it, one JSON object a line")
+            raise BadData(f"{path} is none of {', '.join(DATA_FILES)}; convert it, one JSON object a line")
 
 
 def _read_folder(folder: Path, split: str) -> Iterator[Record]:
-    if any((folder / name).is_file() for name in _SAVED):
+    if any((folder / name).is_file() for name in SAVED_DATASET):
         from moejob_trainer.data.library import read_saved_dataset  # noqa: PLC0415  # slow to import
 
         return read_saved_dataset(folder, split)
-    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_FILES) and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith(DATA_FILES) and file.is_file())
     if not files:
-        raise BadData(f"folder {folder} holds no file that ends in one of {', '.join(_FILES)}")
+        raise BadData(f"folder {folder} holds no file that ends in one of {', '.join(DATA_FILES)}")
     return (record for file in _select_split_files(folder, files, split) for record in _read_file(file))
 
 
