@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import signal
@@ -25,6 +26,8 @@ SECTIONS: dict[str, Any] = {
     "training": {"maxSteps": 6},
     "checkpoint": {"everySteps": 1, "keep": 2, "exportHuggingFace": True},
 }
+# A run of each takes ten seconds and more.
+MOST_CUTS = 12
 # What nothing trusts: locks and names, and what has no name yet.
 UNTRUSTED = ("claims", "logs", ".building-", ".writing-", ".unfinished", ".replaced")
 # A checkpoint makes the lines before it durable, and `_require_lines` reads them; until the first there may be none.
@@ -44,9 +47,13 @@ class Outage:
         """Take the state of this moment. The run stands still meanwhile and knows nothing of it."""
         self.run.signal(signal.SIGSTOP)
         try:
-            self.cuts[name] = self.image.cut(self.folder / f"{len(self.cuts)}.img")
+            self.cuts[name] = self.image.cut(self.folder / f"{name}.img")
         finally:
             self.run.signal(signal.SIGCONT)
+
+    def forget_one(self, moments: random.Random) -> None:
+        """Drop a state, each with the same probability."""
+        self.cuts.pop(moments.choice([*self.cuts])).path.unlink()
 
     def cut_when(self, name: str, happens: Callable[[], object], random_seconds: float = 0.0) -> None:
         """Take the state a moment after something has happened."""
@@ -87,8 +94,12 @@ def test_a_run_that_loses_power_at_any_of_many_moments_goes_on_by_itself(
     tmp_path: Path, mounts: ExitStack, kind: FileSystem
 ) -> None:
     outage, moments = begun(tmp_path, kind, mounts), random.Random()
-    while outage.run.is_running():
-        outage.cut(f"moment {len(outage.cuts)}")
+    for number in itertools.count():
+        if not outage.run.is_running():
+            break
+        outage.cut(f"moment {number}")
+        if len(outage.cuts) > MOST_CUTS:
+            outage.forget_one(moments)
         time.sleep(moments.uniform(0.05, 0.6))
     assert not any(outage.run.await_exit_codes()), outage.run.read_log()
     outage.cut("ended")
