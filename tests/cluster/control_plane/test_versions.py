@@ -9,6 +9,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_a_job_is_the_same_in_both_versions_and_is_held_to_the_same_rules(plane:
         assert plane.api.get(DEFINITION)["status"]["storedVersions"] == ["v1alpha1"]
         # An API server hears of a new policy a little later.
         for case in BROKEN_SPECS[:3]:
-            until(lambda case=case: refusal(plane, namespace, **case.sections), waiting_for=f"a refusal of {case.id}")
+            until(partial(refusal, plane, namespace, **case.sections), waiting_for=f"a refusal of {case.id}")
         assert "label app=redis" in refusal(plane, namespace, resources={"labels": {"app": "redis"}})
         assert refusal(plane, namespace) == ""
 
