@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from typer.models import CommandInfo
 
+from moejob_api.contract.names import RunFile
 from moejob_cli.app import app
 from moejob_cli.cluster.commands import verbs
 from moejob_cli.model_commands import model_commands
@@ -446,12 +448,35 @@ def test_a_command_waits_for_no_import_that_it_does_not_need(arguments: list[str
 @pytest.mark.parametrize("arguments", [["get"], ["get", "a", "-o", "json"], ["watch"], ["top", "a"], ["steps", "a"]])
 def test_a_verb_of_a_cluster_waits_for_neither_models_nor_tables(arguments: list[str], tmp_path: Path) -> None:
     heavy = {"pydantic", "rich", "moejob_api.job.job", "moejob_api.diagnosis.diagnose", "moejob_cli.sweeps"}
+    heavy |= {"moejob_client.cluster_checks", "moejob_client.pod_exec", "moejob_client.rank_stacks"}
     program = f"print(*sorted({heavy} & {{*sys.modules}}), file=sys.stderr)"
     answer = ended(program, *arguments, KUBECONFIG=str(tmp_path / "none"), KUBERNETES_SERVICE_HOST="")
     assert answer.returncode == 4
     *message, modules = answer.stderr.split("\n", 1)
     assert message[0].startswith("error: no cluster is configured")
     assert modules.split() == []
+
+
+def test_a_verb_of_a_cluster_reads_no_authorities_of_the_system(tmp_path: Path) -> None:
+    count = "import ssl, aiohttp.connector as c; print(len(c._SSL_CONTEXT_VERIFIED.get_ca_certs()), "
+    count += "len(ssl.create_default_context().get_ca_certs()), file=sys.stderr)"
+    answer = ended(count, "get", KUBECONFIG=str(tmp_path / "none"), KUBERNETES_SERVICE_HOST="")
+    installed = len(ssl.create_default_context().get_ca_certs())
+    assert answer.stderr.splitlines()[1] == f"0 {installed}"
+
+
+@pytest.mark.parametrize("verb", ["compare", "steps"])
+def test_a_verb_on_runs_of_this_machine_waits_for_no_client(verb: str, tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("first", "second")]
+    for run in runs:
+        run.mkdir()
+        (run / RunFile.STEPS).write_text('{"step": 1, "loss": 2.0}\n')
+    answer = ended(
+        "print(*sorted({'aiohttp', 'moejob_client.api_client'} & {*sys.modules}), file=sys.stderr)",
+        verb,
+        *map(str, runs if verb == "compare" else runs[:1]),
+    )
+    assert (answer.returncode, answer.stderr.split()) == (0, [])
 
 
 @pytest.mark.parametrize(

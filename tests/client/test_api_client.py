@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moejob_client.api_client import (
-    AlreadyExists,
-    ApiClient,
-    NotFound,
-    requested_resource,
-)
+from moejob_client.api_client import ApiClient, requested_resource
 from moejob_client.credentials import Credentials, load_credentials
+from moejob_client.errors import AlreadyExists, NotFound
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from stand_in_api import Answer, list_answer, refusal_answer, serve_stand_in
 

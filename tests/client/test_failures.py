@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_client.api_client import AlreadyExists, NotFound, Unauthorized
-from moejob_client.errors import Conflict, Forbidden, Retryable
+from moejob_client.errors import AlreadyExists, Conflict, Forbidden, NotFound, Retryable, Unauthorized
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
 
 UNKNOWN = 'strict decoding error: unknown field "spec.grpo"'

@@ -11,9 +11,9 @@ import pytest
 
 from moejob_api.contract.record import RecordEvent, RunEventKind, attempt_folder_name, pod_record_name, record_line
 from moejob_client.failures import JobRequestError
-from moejob_client.job_logs import LogSelection
 from moejob_client.job_volume import READER_LABEL
 from moejob_client.jobs import AsyncClient
+from moejob_client.log_selection import LogSelection
 from moejob_client.run_mirror import RunMirror
 from pod_log_server import PodLogServer, ServedPod, serve_pod_logs
 

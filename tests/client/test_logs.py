@@ -12,9 +12,9 @@ import pytest
 
 from moejob_client import pod_logs, watching
 from moejob_client.failures import JobRequestError
-from moejob_client.job_logs import ALL_LINES, LogSelection
 from moejob_client.jobs import AsyncClient
 from moejob_client.log_lines import LogLine, LogMerger, parse_log_line
+from moejob_client.log_selection import ALL_LINES, LogSelection
 from pod_log_server import PodLogServer, ServedPod, serve_pod_logs
 
 Story = Callable[[PodLogServer, AsyncClient], Awaitable[None]]

@@ -21,7 +21,7 @@ import orjson
 
 from moejob_api.api_bodies import Raw
 from moejob_client.credentials import Credentials, CredentialsError
-from moejob_client.errors import Conflict, Forbidden, Retryable
+from moejob_client.errors import AlreadyExists, Conflict, Expired, Forbidden, NotFound, Retryable, Unauthorized
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +41,6 @@ _WATCH_SECONDS = 600.0
 _SILENCE_SECONDS = 75.0
 # An event of a watch is a whole object, of up to 1.5 MB.
 _READ_AHEAD_BYTES = 2 * 1024 * 1024
-
-
-class NotFound(Exception):
-    """There is no such object, or no such API."""
-
-
-class AlreadyExists(Exception):
-    """There is an object of that name already."""
-
-
-class Unauthorized(Retryable):
-    """The API server does not accept the credentials, which a program that lives long may renew."""
-
-
-class Expired(Retryable):
-    """The requested version is too old to continue from: list again."""
 
 
 class Verb(StrEnum):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from moejob_client.cluster_checks import CheckFinding
 from moejob_client.connection import connect_client
-from moejob_client.job_logs import ALL_LINES, LogSelection
 from moejob_client.job_view import JobEvent, JobView
 from moejob_client.log_lines import LogLine
+from moejob_client.log_selection import ALL_LINES, LogSelection
 from moejob_client.rank_stacks import PodStacks
 
 if TYPE_CHECKING:

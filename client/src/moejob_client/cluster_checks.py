@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.contract.names import Label
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
-from moejob_client.api_client import ApiClient, NotFound
-from moejob_client.errors import Forbidden
+from moejob_client.errors import Forbidden, NotFound
 from moejob_client.failures import explained_failures
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 _GPU = "nvidia.com/gpu"
 _RDMA_WORDS = ("rdma", "hca", "/efa", "roce", "infiniband")
@@ -238,7 +240,11 @@ def _node_words(names: Sequence[str]) -> str:
 
 async def _check_images(http: ApiClient, namespace: str) -> CheckFinding:
     """Check the images of the jobs and of their pods: which cannot be pulled, and which may change under their name."""
-    jobs = await _list_objects(http, f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}")
+    try:
+        jobs = await _list_objects(http, f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}")
+    except NotFound:
+        # There are no jobs without their definition, which has a check of its own.
+        jobs = []
     pods = await _list_objects(http, f"/api/v1/namespaces/{namespace}/pods")
     if jobs is None or pods is None:
         plural = "pods" if pods is None else PLURAL

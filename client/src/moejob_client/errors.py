@@ -13,3 +13,19 @@ class Retryable(Exception):
 
 class Forbidden(Exception):
     """The API server refused, and would again: quota, admission, an invalid object. The message is for the user."""
+
+
+class NotFound(Exception):
+    """There is no such object, or no such API."""
+
+
+class AlreadyExists(Exception):
+    """There is an object of that name already."""
+
+
+class Unauthorized(Retryable):
+    """The API server does not accept the credentials, which a program that lives long may renew."""
+
+
+class Expired(Retryable):
+    """The requested version is too old to continue from: list again."""

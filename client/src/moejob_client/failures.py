@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from moejob_client.api_client import AlreadyExists, NotFound, Unauthorized
-from moejob_client.errors import Conflict, Forbidden, Retryable
+from moejob_client.errors import AlreadyExists, Conflict, Forbidden, NotFound, Retryable, Unauthorized
 
 
 class RequestFailure(StrEnum):

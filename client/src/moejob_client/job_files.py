@@ -8,14 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
 from moejob_api.contract.names import RunFile
 from moejob_client.failures import JobRequestError, RequestFailure
-from moejob_client.job_volume import JobVolume
 from moejob_client.log_lines import LogLine
+
+if TYPE_CHECKING:
+    from moejob_client.job_volume import JobVolume
 
 _SAMPLE_FILE = re.compile(r"samples/(?P<kind>eval-)?step-(?P<step>[0-9]{1,12})\.jsonl")
 _BILLION = 1_000_000_000

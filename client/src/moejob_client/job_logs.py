@@ -6,38 +6,25 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from moejob_api import api_bodies
 from moejob_api.contract.names import Label, PodRole
-from moejob_client.api_client import ApiClient
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
 from moejob_client.job_view import JobEvent, JobView
 from moejob_client.log_lines import LogLine, LogMerger
+from moejob_client.log_selection import LogSelection
 from moejob_client.pod_logs import ContainerLog, PodView
 from moejob_client.watching import Collection, ObjectWatch
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 # A followed log that is silent for longer holds up no line of the others.
 _PATIENCE_SECONDS = 0.3
 # Tasks beside those of logs.
 _WATCHES = frozenset({"pods", "job"})
-
-
-@dataclass(frozen=True, slots=True)
-class LogSelection:
-    """The lines that are wanted; None and False choose nothing."""
-
-    rank: int | None = None
-    # The rank, or the pod, that the last failure is blamed on.
-    is_failed: bool = False
-    node: str | None = None
-    since: timedelta | None = None
-    attempt: int | None = None
-    # The attempt before the newest.
-    is_previous: bool = False
-
-
-ALL_LINES = LogSelection()
 
 
 @dataclass(frozen=True, slots=True)

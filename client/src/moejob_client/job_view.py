@@ -13,6 +13,9 @@ from moejob_api.job.phase import Phase
 if TYPE_CHECKING:
     from moejob_api.job.status import Status
 
+# `@latest` names the job of the namespace that was created last: no name of an object begins with an @.
+LATEST = "@latest"
+
 
 @dataclass(frozen=True, slots=True)
 class JobView:

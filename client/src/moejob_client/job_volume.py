@@ -9,17 +9,19 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.contract.names import PodRole
-from moejob_client.api_client import ApiClient, NotFound
-from moejob_client.errors import Forbidden, Retryable
+from moejob_client.errors import Forbidden, NotFound, Retryable
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
 from moejob_client.job_view import JobView
 from moejob_client.pod_exec import ProgramError, RunningContainer, run_program
 from moejob_client.pod_logs import PodView
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 # The group that owns files on volumes, as in the pods of a job.
 _GROUP_ID = 65532

@@ -16,24 +16,22 @@ from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.contract.names import RunFile
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
-from moejob_client.api_client import ApiClient
-from moejob_client.cluster_checks import CheckFinding, run_checks
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
-from moejob_client.job_files import copy_files, read_last_steps, read_record_lines, read_samples, read_steps
-from moejob_client.job_logs import ALL_LINES, JobLogs, LogSelection, make_filter
-from moejob_client.job_view import JobEvent, JobView
-from moejob_client.job_volume import JobVolume, has_running_trainer, open_volume
-from moejob_client.log_lines import LogLine
-from moejob_client.pod_logs import PodView
-from moejob_client.rank_stacks import PodStacks, read_pod_stacks
-from moejob_client.run_mirror import RunMirror
+from moejob_client.job_view import LATEST, JobEvent, JobView
+from moejob_client.log_selection import ALL_LINES, LogSelection
 from moejob_client.watching import Collection, ObjectWatch, ReportOutage
 
 if TYPE_CHECKING:
     from moejob_api.job import MoETrainingJob
+    from moejob_client.api_client import ApiClient
+    from moejob_client.cluster_checks import CheckFinding
+    from moejob_client.job_logs import JobLogs
+    from moejob_client.job_volume import JobVolume
+    from moejob_client.log_lines import LogLine
+    from moejob_client.pod_logs import PodView
+    from moejob_client.rank_stacks import PodStacks
+    from moejob_client.run_mirror import RunMirror
 
-# `@latest` names the job of the namespace that was created last: no name of an object begins with an @.
-LATEST = "@latest"
 # What holds up a job lies in these, for the diagnosis.
 _EVIDENCE = {"Pod": "pods", "PersistentVolumeClaim": "persistentvolumeclaims", "Event": "events"}
 
@@ -136,6 +134,8 @@ class AsyncClient:
         A log that is followed waits for pods, continues with those that replace them, and ends with the job; `report`
         hears what it waits for.
         """
+        from moejob_client.job_logs import JobLogs, make_filter
+
         with explained_failures(f"cannot get {name}"):
             job = await self.get(name)
         job_logs = JobLogs(self._http, make_filter(job, selection))
@@ -152,6 +152,8 @@ class AsyncClient:
         self, job: JobView, job_logs: JobLogs, selection: LogSelection, report: Callable[[str], object]
     ) -> AsyncGenerator[LogLine]:
         """Yield the lines that the record on the volume keeps, where pods are gone."""
+        from moejob_client.job_files import read_record_lines
+
         nothing = f"{job.name} has no pods whose log could be read; `moejob logs -f` waits for them"
         if job.status.start_time is None:
             raise JobRequestError(RequestFailure.NO_LOG, nothing)
@@ -171,6 +173,8 @@ class AsyncClient:
         self, name: str, report: Callable[[str], object] = _ignore_report
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the lines of the step log, ready for a data frame. The last line of a step counts."""
+        from moejob_client.job_files import read_steps
+
         async with self._open_volume(await self.get(name), report) as volume, aclosing(read_steps(volume)) as steps:
             async for step in steps:
                 yield step
@@ -184,6 +188,8 @@ class AsyncClient:
         report: Callable[[str], object] = _ignore_report,
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield answers with their rewards of a step, or of the newest that has any; or those of an evaluation."""
+        from moejob_client.job_files import read_samples
+
         async with (
             self._open_volume(await self.get(name), report) as volume,
             aclosing(read_samples(volume, step, is_evaluation=is_evaluation)) as samples,
@@ -193,6 +199,8 @@ class AsyncClient:
 
     async def copy(self, name: str, path: str, target: Path, report: Callable[[str], object] = _ignore_report) -> int:
         """Copy a file or a folder of the run folder into a new folder here, and return how many files it has."""
+        from moejob_client.job_files import copy_files
+
         async with self._open_volume(await self.get(name), report) as volume:
             return await copy_files(volume, path, target)
 
@@ -215,6 +223,9 @@ class AsyncClient:
 
     async def last_steps(self, name: str, count: int) -> list[dict[str, Any]] | None:
         """Return the last lines of the step log, by a running pod; None where none runs. Never starts a pod."""
+        from moejob_client.job_files import read_last_steps
+        from moejob_client.job_volume import has_running_trainer, open_volume
+
         job = await self.get(name)
         pods = await self._list_pods(job)
         if not has_running_trainer(pods):
@@ -226,6 +237,8 @@ class AsyncClient:
         self, name: str, mirror: RunMirror, *, may_start_pod: bool, report: Callable[[str], object] = _ignore_report
     ) -> bool:
         """Bring a copy of the run folder up to date; False where no pod runs and none may be started."""
+        from moejob_client.job_volume import has_running_trainer, open_volume
+
         job = await self.get(name)
         pods = await self._list_pods(job)
         if not may_start_pod and not has_running_trainer(pods):
@@ -236,16 +249,22 @@ class AsyncClient:
 
     async def stacks(self, name: str) -> AsyncGenerator[PodStacks]:
         """Yield the Python stacks of all ranks, pod by pod. No rank stops or fails of it."""
+        from moejob_client.rank_stacks import read_pod_stacks
+
         job = await self.get(name)
         async with aclosing(read_pod_stacks(self._http, job, await self._list_pods(job))) as pods:
             async for pod in pods:
                 yield pod
 
     async def _list_pods(self, job: JobView) -> tuple[PodView, ...]:
+        from moejob_client.job_logs import JobLogs, make_filter
+
         return await JobLogs(self._http, make_filter(job, ALL_LINES)).list_pods()
 
     @asynccontextmanager
     async def _open_volume(self, job: JobView, report: Callable[[str], object]) -> AsyncIterator[JobVolume]:
+        from moejob_client.job_volume import open_volume
+
         pods = await self._list_pods(job)
         async with open_volume(self._http, job, pods, report) as volume:
             yield volume
@@ -254,7 +273,9 @@ class AsyncClient:
         """Stop a job after a checkpoint, or let it go on, and return its name."""
         job_name = (await self.get(name)).name
         with explained_failures(f"cannot change {job_name}"):
-            await self._http.patch(self._jobs_path(job_name), {"spec": {"lifecycle": {"suspend": is_suspended}}})
+            # Strict, as in `submit`: the change would be dropped, and success reported.
+            path = f"{self._jobs_path(job_name)}?fieldValidation=Strict"
+            await self._http.patch(path, {"spec": {"lifecycle": {"suspend": is_suspended}}})
         return job_name
 
     async def resume(self, name: str) -> str:
@@ -270,6 +291,8 @@ class AsyncClient:
 
     async def check_cluster(self) -> AsyncGenerator[CheckFinding]:
         """Yield what the cluster and the rights let jobs of the namespace do, check by check."""
+        from moejob_client.cluster_checks import run_checks
+
         async for finding in run_checks(self._http, self.namespace):
             yield finding
 

@@ -11,13 +11,16 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
 from moejob_api.contract.names import Label
-from moejob_client.api_client import ApiClient, NotFound
-from moejob_client.errors import Forbidden, Retryable
+from moejob_client.errors import Forbidden, NotFound, Retryable
 from moejob_client.log_lines import LogLine, parse_log_line
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 _PAUSE_SECONDS = 1.0
 _SECOND = re.compile(rb"([0-9T:-]{19})(?:\.\d+)?(Z|[+-]\d\d:\d\d)")

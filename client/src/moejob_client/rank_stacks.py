@@ -9,15 +9,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moejob_api import api_bodies
 from moejob_api.contract.names import PodRole
 from moejob_api.contract.stacks import STACKS_MODULE, RankStacks, parse_stacks_line
-from moejob_client.api_client import ApiClient
 from moejob_client.failures import JobRequestError, RequestFailure, explained_failures
 from moejob_client.job_view import JobView
 from moejob_client.pod_exec import ProgramError, RunningContainer, run_program
 from moejob_client.pod_logs import PodView
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 # Pods that are asked at once: each has a connection.
 _MOST_PODS = 16

@@ -9,10 +9,13 @@ import re
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moejob_api.contract.names import RunFile
 from moejob_client.job_files import extract_files
-from moejob_client.job_volume import JobVolume
+
+if TYPE_CHECKING:
+    from moejob_client.job_volume import JobVolume
 
 # Lines are only added to these.
 _GROWING = (RunFile.STEPS, RunFile.EXPERTS)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moejob_api import api_bodies
 from moejob_api.api_bodies import Raw
-from moejob_client.api_client import ApiClient, Expired
-from moejob_client.errors import Retryable
+from moejob_client.errors import Expired, Retryable
 from moejob_client.failures import JobRequestError, explained_failures
+
+if TYPE_CHECKING:
+    from moejob_client.api_client import ApiClient
 
 _PAUSE_SECONDS = 1.0
 # Receives the reason when an outage begins, and None when it is over.

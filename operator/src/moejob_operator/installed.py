@@ -17,7 +17,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from moejob_api.job import KIND
-from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import AlreadyExists, NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable

@@ -24,9 +24,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 TINY = ROOT / "examples" / "tiny-sft.yaml"
 NAMES = ("get", "watch", "why", "logs", "steps", "samples", "stacks", "top", "open", "suspend", "resume", "cancel")
-VERBS = (*([verb, "job"] for verb in NAMES), ["cp", "job", "export", "new"], ["export", "job", "--out", "new"])
+VERBS = (
+    *([verb, "job"] for verb in NAMES),
+    ["compare", "job", "other"],
+    ["cp", "job", "export", "new"],
+    ["export", "job", "--out", "new"],
+)
 SUBMIT = ["submit", str(TINY)]
-ALL = (*VERBS, SUBMIT)
+SWEEP = [*SUBMIT, "--set", "training.optimizer.learningRate=0.001,0.003"]
+ALL = (*VERBS, SUBMIT, SWEEP)
 DOCTOR = ["doctor"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moejob_client.api_client import NotFound
+from moejob_client.errors import NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
 from moejob_operator.kube_api.cache import Cache

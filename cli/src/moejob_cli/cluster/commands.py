@@ -87,7 +87,7 @@ def print_logs(
     """Print the logs of a job's pods as one, by time, with rank and node in front of each line."""
     from moejob_cli.cluster import logs
     from moejob_cli.cluster.jobs import ClusterChoice, run_verb
-    from moejob_client.job_logs import LogSelection
+    from moejob_client.log_selection import LogSelection
 
     age = None if since is None else logs.parse_age(since)
     if since is not None and age is None:

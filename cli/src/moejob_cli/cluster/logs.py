@@ -12,9 +12,9 @@ import typer
 from moejob_api.contract.texts import escaped_lines, escaped_text
 from moejob_cli.exits import CommandExit
 from moejob_cli.notices import print_notice
-from moejob_client.job_logs import LogSelection
 from moejob_client.jobs import AsyncClient
 from moejob_client.log_lines import LogLine
+from moejob_client.log_selection import LogSelection
 
 _AGE = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

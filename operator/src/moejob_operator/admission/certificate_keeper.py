@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from moejob_client.api_client import AlreadyExists
+from moejob_client.errors import AlreadyExists
 from moejob_operator.admission.certificates import CertificateStore, KeyPair, load_pair, utc_now
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from moejob_operator.logs import Log

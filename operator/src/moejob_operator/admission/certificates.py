@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moejob_client.api_client import ApiClient, NotFound
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import NotFound
 from moejob_operator.cluster import Raw
 from moejob_operator.logs import Log
 

@@ -13,7 +13,8 @@ from uuid import uuid4
 from moejob_api.contract.pods import PodProgress
 from moejob_api.job import KIND
 from moejob_api.profiles.reading import TrainingProfile
-from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import AlreadyExists, NotFound
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, ObjectReference
 from moejob_operator.children.shared import SECRET_KEY
 from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, NameInTheWay, Raw, Retryable

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from moejob_client.api_client import ApiClient, Expired, NotFound
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import Expired, NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Raw, Retryable
 from moejob_operator.kube_api.cache import Cache

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from moejob_api.contract.pods import MANAGED_BY, Label
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_client.api_client import ApiClient, Listing, NotFound
+from moejob_client.api_client import ApiClient, Listing
+from moejob_client.errors import NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw

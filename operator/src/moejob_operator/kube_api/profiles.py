@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from moejob_api.profiles.fields import API_VERSION, ProfileKind
 from moejob_api.profiles.reading import TrainingProfile, read_profile_body
-from moejob_client.api_client import ApiClient, NotFound
-from moejob_client.errors import Forbidden, Retryable
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import Forbidden, NotFound, Retryable
 from moejob_operator.logs import Log
 
 log = Log(__name__)

@@ -16,10 +16,7 @@ import kopf
 
 from moejob_api.job import GROUP, PLURAL
 from moejob_client.api_client import (
-    AlreadyExists,
     ApiClient,
-    Expired,
-    NotFound,
     RequestMetrics,
     Verb,
     parse_response,
@@ -28,6 +25,7 @@ from moejob_client.api_client import (
     requested_resource,
     watch_event,
 )
+from moejob_client.errors import AlreadyExists, Expired, NotFound
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
 from moejob_operator.kube_api.informers import RetryPauses
 from moejob_operator.kube_api.live_lists import JOBS

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moejob_client.api_client import NotFound
+from moejob_client.errors import NotFound
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
 from moejob_operator.kube_api.informers import Informer

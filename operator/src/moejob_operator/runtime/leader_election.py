@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol, assert_never
 
-from moejob_client.api_client import AlreadyExists, ApiClient, NotFound
+from moejob_client.api_client import ApiClient
+from moejob_client.errors import AlreadyExists, NotFound
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
 from moejob_operator.logs import Log
 
