@@ -56,6 +56,27 @@ def complaints(browser: Chromium) -> list[Any]:
     return texts
 
 
+@pytest.mark.parametrize(("width", "is_phone"), [(1280, False), (390, True)], ids=["desk", "phone"])
+def test_runs_of_a_sweep_and_their_values_are_readable_in_full(
+    browser: Chromium, tmp_path: Path, width: int, is_phone: bool
+) -> None:
+    names = ["tiny-sft-lr-0-001", "tiny-sft-lr-0-003", "tiny-sft-lr-0-01-router-coefficient-0-02"]
+    for name in names:
+        make_run(tmp_path / name, name=name)
+    cut = "[...document.querySelectorAll('.run .name, .card output')].filter(e => e.scrollWidth > e.clientWidth).length"
+    with Board(*(tmp_path / name for name in names)) as url:
+        browser.resize(width, 844, is_phone=is_phone)
+        browser.open(f"{url}#curves-0+1+2")
+        browser.wait_for("document.querySelectorAll('canvas').length > 8")
+        assert browser.evaluate(cut) == 0
+        # The last view, whose name is beyond the edge of a phone.
+        browser.press("ArrowLeft")
+        browser.wait_for("document.body.dataset.ready === 'Compare'")
+        edge = browser.evaluate("document.querySelector('#tabs [aria-selected=true]').getBoundingClientRect().right")
+        assert 0 < edge <= width
+    browser.resize(1280, 800)
+
+
 def test_every_view_of_served_runs_and_of_a_file_opens_without_a_complaint(browser: Chromium, tmp_path: Path) -> None:
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", name="second", training={"maxSteps": 90})
@@ -70,7 +91,7 @@ def test_every_view_of_served_runs_and_of_a_file_opens_without_a_complaint(brows
                 shown.append(browser.evaluate("document.getElementById('view').innerText"))
                 browser.press("ArrowRight")
             assert "gpu-node-4" in shown[1]
-            assert "rank 5 ended with exit code 1: ValueError: loss is not finite" in shown[1]
+            assert "\t1\t37\trank 5 ended with exit code 1: ValueError: loss is not finite" in shown[1]
             assert "Ada has 37 apples" in shown[2]
             assert "steps 1 to 199" in shown[3]
             assert "Pod 1 on gpu-node-4" in shown[4]

@@ -291,7 +291,7 @@ async function showTimeline(view) {
     parts.push(strip, legend);
   }
   if (failures.length) {
-    const rows = failures.map((failure) => make("tr", {}, ...[shownTime(failure.time), failure.attempt + "." + failure.restart, failure.step ?? "–", failure.message, shownSeconds(failure.recovery_seconds), failure.repeated_steps + " (" + shownSeconds(failure.repeated_seconds) + ")"].map((text) => make("td", {}, String(text)))));
+    const rows = failures.map((failure) => make("tr", {}, ...[shownTime(failure.time), failure.attempt + (failure.restart ? ", restart " + failure.restart : ""), failure.step ?? "–", failure.message, shownSeconds(failure.recovery_seconds), failure.repeated_steps + " (" + shownSeconds(failure.repeated_seconds) + ")"].map((text) => make("td", {}, String(text)))));
     parts.push(make("h2", {}, "Failures and their cost"), make("div", { class: "scroll" }, make("table", {}, make("tr", {}, ...["time (UTC)", "attempt", "step", "failure", "until the next step", "steps done again"].map((text) => make("th", {}, text))), ...rows)));
   }
   parts.push(make("h2", {}, "Events"));
@@ -421,6 +421,7 @@ async function show() {
   const turn = ++turns;
   charts.clear(); delete document.body.dataset.ready;
   document.getElementById("tabs").replaceChildren(...VIEWS.map((name, number) => make("button", { type: "button", role: "tab", "aria-selected": String(number === state.view), onclick: () => { state.view = number; show(); } }, name)));
+  document.querySelector("#tabs [aria-selected=true]").scrollIntoView({ block: "nearest", inline: "nearest" });
   document.getElementById("runs").replaceChildren(...state.runs.map((run, number) => {
     const dot = make("i", { class: "dot" }); dot.style.background = "var(--c" + number % 8 + ")";
     const tick = make("input", { type: "checkbox", checked: state.overlaid.has(number) || number === state.current, title: "Overlay" });
