@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moejob_api.models.catalog import find_config, shipped_names
-from moejob_api.models.families import READ_AS, shape_of
+from moejob_api.models.families import READ_AS, TEXT_PARTS, shape_of
 from moejob_api.models.shape import Family
 from moejob_api.models.trainable import CONVERTED_FAMILIES, MEGATRON_FAMILIES
 
@@ -49,7 +49,7 @@ def _rows() -> Iterator[str]:
             names[shape_of(find_config(name)).family].append(model)
     for family in Family:
         marks = ["yes" if family in families else "no" for families in (MEGATRON_FAMILIES, CONVERTED_FAMILIES)]
-        types = [family, *(name for name, read_as in READ_AS.items() if read_as is family)]
+        types = [family, *(name for name, read_as in {**READ_AS, **TEXT_PARTS}.items() if read_as is family)]
         cells = [", ".join(f"`{name}`" for name in types), ", ".join(names[family]), *marks, SEEN.get(family, "")]
         yield f"| {' | '.join(cells)} |\n"
 

@@ -20,6 +20,14 @@ _SIZES: dict[str, Any] = {
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 14}
 _QWEN_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
+_LINEAR: dict[str, Any] = {
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 9,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 5,
+}
 _DEEPSEEK_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -44,16 +52,8 @@ SMALL: dict[Family, dict[str, Any]] = {
     Family.MIXTRAL: _GROUPED | _MIXTRAL_EXPERTS,
     Family.QWEN2_MOE: _GROUPED | _QWEN_EXPERTS | {"shared_expert_intermediate_size": 20},
     Family.QWEN3_MOE: _GROUPED | _QWEN_EXPERTS,
-    Family.QWEN3_NEXT: _GROUPED
-    | _QWEN_EXPERTS
-    | {
-        "shared_expert_intermediate_size": 20,
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 9,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 4,
-        "linear_conv_kernel_dim": 5,
-    },
+    Family.QWEN3_NEXT: _GROUPED | _QWEN_EXPERTS | _LINEAR,
+    Family.QWEN3_5_MOE: _GROUPED | _QWEN_EXPERTS | _LINEAR,
     Family.DEEPSEEK_V2: _LATENT | _DEEPSEEK_EXPERTS,
     Family.DEEPSEEK_V3: _LATENT | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1, "n_group": 2, "topk_group": 1},
     Family.GLM4_MOE: _GROUPED | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1},
@@ -113,6 +113,9 @@ ODD: list[tuple[str, Family, dict[str, Any]]] = [
     ("qwen3_next with another interval", Family.QWEN3_NEXT, {"full_attention_interval": 2}),
     ("qwen3_next by list", Family.QWEN3_NEXT, {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 3}),
     ("qwen3_next without a head size", Family.QWEN3_NEXT, {"head_dim": MISSING}),
+    ("qwen3_5_moe as small", Family.QWEN3_5_MOE, {}),
+    ("qwen3_5_moe with biases, tied", Family.QWEN3_5_MOE, {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_moe with another interval", Family.QWEN3_5_MOE, {"full_attention_interval": 2, "head_dim": MISSING}),
     ("deepseek_v2 as small", Family.DEEPSEEK_V2, {}),
     ("deepseek_v2 with whole queries", Family.DEEPSEEK_V2, {"q_lora_rank": None, "attention_bias": True}),
     ("deepseek_v2 by defaults", Family.DEEPSEEK_V2, {"first_k_dense_replace": MISSING, "n_shared_experts": MISSING}),
@@ -175,6 +178,7 @@ _SWITCHES: dict[Family, tuple[str, ...]] = {
     Family.QWEN2_MOE: ("qkv_bias",),
     Family.QWEN3_MOE: ("attention_bias",),
     Family.QWEN3_NEXT: ("attention_bias",),
+    Family.QWEN3_5_MOE: ("attention_bias",),
     Family.DEEPSEEK_V2: ("attention_bias",),
     Family.DEEPSEEK_V3: ("attention_bias",),
     Family.GLM4_MOE: ("attention_bias", "use_qk_norm"),
@@ -197,6 +201,6 @@ def _coupled(family: Family, values: dict[str, Any]) -> dict[str, Any]:
         values |= {"n_routed_experts": 2 * experts, "n_group": 1 + (experts > 1), "topk_group": 1}
     if "qk_rope_head_dim" in values:
         values |= {"qk_rope_head_dim": 2 * values["qk_rope_head_dim"], "num_key_value_heads": heads}
-    if family is Family.QWEN3_NEXT:
+    if family in {Family.QWEN3_NEXT, Family.QWEN3_5_MOE}:
         values |= {"linear_num_key_heads": groups, "linear_num_value_heads": heads}
     return values

@@ -226,12 +226,20 @@ def small_tensors_given_back() -> Iterator[None]:
 def large_run(folder: Path) -> StoredRun:
     """A checkpoint of a model of 200 MB, of which every tensor has its own number for all elements."""
     config = small_config(Family.QWEN3_MOE) | {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 16}
-    template, path = folder / "template", folder / "checkpoints" / "step-1.1.0"
+    template = folder / "template"
     tiny.build_tokenizer().save_pretrained(template)
     (template / "config.json").write_text(json.dumps(config))
     declared = build_tensor_table(shape_of(config))
+    commit_state(folder, declared, [torch.full(one.shape, float(n)) for n, one in enumerate(declared.parameters)])
+    (folder / "spec.json").write_text(spec_text(spec(**merge_sections(TINY, {"model": {"source": str(template)}}))))
+    return read_stored_run(folder)
+
+
+def commit_state(folder: Path, declared: TensorTable, values: Sequence[Tensor]) -> None:
+    """A good checkpoint of a run folder that holds these values of all parameters."""
+    path = folder / "checkpoints" / "step-1.1.0"
     path.mkdir(parents=True)
-    _write_state(path, declared)
+    _write_state(path, declared, values)
     (path / "run-state.json").write_text(json.dumps({"adapted": {"lora": None, "beside": "x", "holdsWeights": True}}))
     facts = CheckpointFacts(
         step=1, attempt=1, restart=0, job_uid="u", state_format=STATE_FORMAT, layout={}, versions={}, data={}
@@ -239,18 +247,16 @@ def large_run(folder: Path) -> StoredRun:
     commit_checkpoint(
         path, build_manifest(sync_and_hash_files(path, [one.name for one in path.iterdir()]), facts), lambda: True
     )
-    (folder / "spec.json").write_text(spec_text(spec(**merge_sections(TINY, {"model": {"source": str(template)}}))))
     assert isinstance(find_latest_checkpoint(path.parent).checkpoint, GoodCheckpoint)
-    return read_stored_run(folder)
 
 
-def _write_state(path: Path, declared: TensorTable) -> None:
+def _write_state(path: Path, declared: TensorTable, values: Sequence[Tensor]) -> None:
     shards = [
         {"kind": "weight", "name": one.name, "shape": one.shape, "start": [0] * len(one.shape), "size": one.shape}
         for one in declared.parameters
     ]
-    values = {str(number): torch.full(one.shape, float(number)) for number, one in enumerate(declared.parameters)}
-    save_file(values, path / "state-00000.safetensors", {SHARDS: json.dumps(shards)})
+    numbered = {str(number): value for number, value in enumerate(values)}
+    save_file(numbered, path / "state-00000.safetensors", {SHARDS: json.dumps(shards)})
 
 
 def _memory_bytes(name: str) -> int:

@@ -26,7 +26,7 @@ def values_of(family: Family, **changes: Any) -> dict[str, Any]:
     experts = {"moe_intermediate_size": 20, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     # The class of DeepSeek-V3 would put in 128 for what is missing, whatever the number of heads.
     heads = {"num_key_value_heads": 8} if family in {Family.DEEPSEEK_V3, Family.GLM4_MOE_LITE} else {}
-    if family is Family.QWEN3_NEXT:
+    if family in {Family.QWEN3_NEXT, Family.QWEN3_5_MOE}:
         heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "full_attention_interval": 2}
     return config(family, **sizes | experts | heads | changes)
 

@@ -20,6 +20,7 @@ from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
 from moejob_trainer.conversion.model_export import ExportReport, ExportTarget, export_weights
+from moejob_trainer.conversion.text_part import read_other_parts
 from moejob_trainer.model.parameters import Coordinates, local_shape
 
 
@@ -53,7 +54,8 @@ def outcome(cell: Cell) -> Outcome:
     found = build_tensor_table(shape_of(cell.values))
     state = _stage(found, sizes, rank, groups.coordinates)
     import_weights(state, open_published_checkpoint(cell.source, found), groups.coordinates)
-    target = ExportTarget(cell.folder, cell.source, most_shard_bytes=cell.most_shard_bytes)
+    parts = read_other_parts(cell.source, lambda: cell.source)
+    target = ExportTarget(cell.folder, cell.source, most_shard_bytes=cell.most_shard_bytes, parts=parts)
     report = export_weights(state, found, groups, target)
     return Outcome(report, tuple(name for name, one in hugging_face_tensors(state, found, groups) if not one.is_meta))
 

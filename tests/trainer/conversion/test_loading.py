@@ -46,6 +46,7 @@ SWITCHES: dict[Family, dict[str, Any]] = {
     Family.QWEN3: {"attention_bias": True},
     Family.QWEN3_MOE: {"attention_bias": True, "decoder_sparse_step": 2},
     Family.QWEN3_NEXT: {"attention_bias": True},
+    Family.QWEN3_5_MOE: {"attention_bias": True},
     Family.DEEPSEEK_V2: {"q_lora_rank": None},
     Family.DEEPSEEK_V3: {"attention_bias": True},
     Family.GLM4_MOE: {"attention_bias": True, "use_qk_norm": True},
@@ -124,14 +125,27 @@ def grouped(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
 
 def delta_rule(attention: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     keys, heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
-    return {
-        "state_input.weight": attention.in_proj_qkvz.weight.unflatten(0, (keys, -1)),
-        "state_rates.weight": attention.in_proj_ba.weight.unflatten(0, (keys, -1)),
+    return _inputs_of_delta_rule(attention, keys, heads) | {
         "convolution": attention.conv1d.weight,
         "decay_log": attention.A_log,
         "decay_bias": attention.dt_bias,
         "state_norm.weight": attention.norm.weight,
         "state_output.weight": attention.out_proj.weight.unflatten(1, (heads, -1)),
+    }
+
+
+def _inputs_of_delta_rule(attention: Any, keys: int, heads: int) -> dict[str, Tensor]:
+    if hasattr(attention, "in_proj_qkvz"):
+        return {
+            "state_input.weight": attention.in_proj_qkvz.weight.unflatten(0, (keys, -1)),
+            "state_rates.weight": attention.in_proj_ba.weight.unflatten(0, (keys, -1)),
+        }
+    parts = attention.in_proj_qkv.weight.split([attention.key_dim, attention.key_dim, attention.value_dim])
+    return {
+        "state_input.weight": torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1),
+        "state_gate.weight": attention.in_proj_z.weight.unflatten(0, (heads, -1)),
+        "state_strength.weight": attention.in_proj_b.weight,
+        "state_decay.weight": attention.in_proj_a.weight,
     }
 
 

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.loading import import_weights, open_published_checkpoint
-from moejob_trainer.conversion.quantized import open_tensor_source
+from moejob_trainer.conversion.text_part import open_tensor_source
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import blank, cut, save_published, table_of, values_of
 

@@ -89,6 +89,11 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
     (Family.QWEN3_NEXT, {"layer_types": ["full_attention", "linear_attention"] * 2}),
     (Family.QWEN3_NEXT, {"layer_types": ["linear_attention"] * 4}),
     (Family.QWEN3_NEXT, {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 1, "mlp_only_layers": [1]}),
+    (Family.QWEN3_5_MOE, {"attention_bias": True, "partial_rotary_factor": 0.4}),
+    (
+        Family.QWEN3_5_MOE,
+        {"rope_parameters": {"rope_theta": 5e5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+    ),
     (Family.DEEPSEEK_V2, {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     (Family.DEEPSEEK_V2, {"q_lora_rank": None}),
     (Family.DEEPSEEK_V2, {"rope_scaling": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),

@@ -80,18 +80,19 @@ _SIGMOID: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+# Three value heads share a key head, and the third layer alone has softmax attention.
+_HYBRID: dict[str, Any] = {
+    "full_attention_interval": 3,
+    "partial_rotary_factor": 0.6,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 18,
+}
 # theta is nowhere the 10000 that everything falls back to, and no epsilon the 1e-6.
 MODELS: dict[Family, dict[str, Any]] = {
     Family.MIXTRAL: _GROUPED,
     Family.QWEN3_MOE: _GROUPED | {"norm_topk_prob": True},
-    # Three value heads share a key head, and the third layer alone has softmax attention.
-    Family.QWEN3_NEXT: _GROUPED
-    | {
-        "full_attention_interval": 3,
-        "partial_rotary_factor": 0.6,
-        "linear_num_key_heads": 6,
-        "linear_num_value_heads": 18,
-    },
+    Family.QWEN3_NEXT: _GROUPED | _HYBRID,
+    Family.QWEN3_5_MOE: _GROUPED | _HYBRID,
     Family.QWEN2_MOE: _GROUPED | {"decoder_sparse_step": 2},
     Family.DEEPSEEK_V2: _GROUPED | {"num_key_value_heads": 8, "first_k_dense_replace": 1},
     Family.DEEPSEEK_V3: _GROUPED | _SIGMOID | {"num_key_value_heads": 8},

@@ -28,12 +28,17 @@ CHANGES: dict[Family, dict[str, Any]] = {
     Family.QWEN3_MOE: {"num_key_value_heads": 2},
     Family.DEEPSEEK_V3: {},
     Family.QWEN3_NEXT: {},
+    Family.QWEN3_5_MOE: {},
 }
 _MODULES = (
     ("self_attn.", "_proj.weight"),
     ("self_attn.", "kv_a_proj_with_mqa.weight"),
     ("linear_attn.", "in_proj_qkvz.weight"),
     ("linear_attn.", "in_proj_ba.weight"),
+    ("linear_attn.", "in_proj_qkv.weight"),
+    ("linear_attn.", "in_proj_z.weight"),
+    ("linear_attn.", "in_proj_b.weight"),
+    ("linear_attn.", "in_proj_a.weight"),
     ("linear_attn.", "out_proj.weight"),
     ("mlp.", "gate_proj.weight"),
     ("mlp.", "up_proj.weight"),

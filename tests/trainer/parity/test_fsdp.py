@@ -92,7 +92,7 @@ def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> 
     make_rows(
         [
             *product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS),
-            *((Family.QWEN3_NEXT, layout) for layout in LAYOUTS if "CP" not in layout),
+            *product((Family.QWEN3_NEXT, Family.QWEN3_5_MOE), (layout for layout in LAYOUTS if "CP" not in layout)),
         ],
         [
             *product((Family.QWEN3_MOE,), ("alone", "DP3", "EP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")),
@@ -100,6 +100,7 @@ def _assert_like_reference(worlds: Worlds, reference: Reference, cell: Cell) -> 
             (Family.MIXTRAL, "EP2.DP2"),
             *product(NEWER, ("EP2.DP2", "TP2.DP2")),
             *product((Family.QWEN3_NEXT,), ("DP3", "EP2", "TP2.DP2")),
+            *product((Family.QWEN3_5_MOE,), ("DP3", "TP2.DP2")),
         ],
     ),
 )

@@ -93,6 +93,7 @@ NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX
 WITHOUT_CONTEXT = [layout for layout in LAYOUTS if "CP" not in layout]
 ALWAYS = [
     *product(NEWER, DIVIDED),
+    *((Family.QWEN3_5_MOE, layout) for layout in ("TP2", "PP2.VPP2", "EP2", "DP2", "TP2.PP2.EP2")),
     *((Family.QWEN3_NEXT, layout) for layout in ("TP2", "PP2.VPP2", "EP2", "DP2", "ETP2 folded", "TP2.PP2.EP2")),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
     *((Family.DEEPSEEK_V3, layout) for layout in (*DIVIDED, "TP2.PP2.EP2")),
@@ -141,7 +142,7 @@ def test_one_rank_trains_what_transformers_trains(
     make_rows(
         [
             *product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3, *NEWER), LAYOUTS, [""]),
-            *product((Family.QWEN3_NEXT,), WITHOUT_CONTEXT, [""]),
+            *product((Family.QWEN3_NEXT, Family.QWEN3_5_MOE), WITHOUT_CONTEXT, [""]),
             *(row for row in product(sorted(MEGATRON_FAMILIES), LAYOUTS, ["Megatron"]) if _is_divisible(*row[:2])),
         ],
         [*((*row, "") for row in ALWAYS), *((*row, "Megatron") for row in ALWAYS_MEGATRON)],

@@ -36,6 +36,7 @@ CASES = {
     "mixtral, experts": (Family.MIXTRAL, (*ATTENTION, *EXPERTS)),
     "qwen2_moe, all": (Family.QWEN2_MOE, ALL),
     "qwen3_next, all": (Family.QWEN3_NEXT, ALL),
+    "qwen3_5_moe, all": (Family.QWEN3_5_MOE, ALL),
     "deepseek_v2, attention": (Family.DEEPSEEK_V2, ATTENTION),
     "deepseek_v3, shared": (Family.DEEPSEEK_V3, DENSE),
     "deepseek_v3, experts": (Family.DEEPSEEK_V3, EXPERTS),

@@ -20,6 +20,7 @@ class Family(StrEnum):
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
     QWEN3_NEXT = "qwen3_next"
+    QWEN3_5_MOE = "qwen3_5_moe_text"
     DEEPSEEK_V2 = "deepseek_v2"
     DEEPSEEK_V3 = "deepseek_v3"
     GLM4_MOE = "glm4_moe"
@@ -69,6 +70,8 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     convolution_width: int
+    # Matrices of their own for gates, strengths and decays, where others keep those of a key head beside one another.
+    separate_gates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

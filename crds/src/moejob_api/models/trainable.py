@@ -31,6 +31,7 @@ UNTRAINED_BY_MEGATRON: Mapping[Family, str] = {
     Family.DEEPSEEK_V3: "Megatron's latent attention needs Transformer Engine",
     Family.GLM4_MOE_LITE: "Megatron's latent attention needs Transformer Engine",
     Family.QWEN3_NEXT: "Megatron's layers of the gated delta rule need Transformer Engine",
+    Family.QWEN3_5_MOE: "Megatron's layers of the gated delta rule need Transformer Engine",
 }
 # Families whose weights go to Megatron's checkpoints and come back to the bit.
 CONVERTED_FAMILIES = frozenset(
@@ -51,6 +52,7 @@ CONVERTED_FAMILIES = frozenset(
 # The reason for each of the others.
 UNCONVERTED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "Megatron's names for layers of the gated delta rule were not measured",
+    Family.QWEN3_5_MOE: "Megatron's names for layers of the gated delta rule were not measured",
     Family.OLMOE: "Megatron-Bridge's names of OLMoE were not compared with Transformers",
     Family.MINIMAX_M2: "Megatron-Bridge's names of MiniMax-M2 were not compared with Transformers",
     Family.ERNIE4_5_MOE: "Megatron-Bridge configures ERNIE-4.5 with sigmoid scores, and its model has softmax",

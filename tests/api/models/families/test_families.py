@@ -68,6 +68,48 @@ def test_a_hybrid_model_is_read_whole() -> None:
     assert shape_of(config(Family.QWEN3_NEXT)) == expected
 
 
+def test_the_text_of_a_model_that_reads_images_too_is_read_whole() -> None:
+    experts = Experts(8, 3, 18, shared_intermediate=20, shared_gate=True)
+    linear = Layer(LinearAttention(3, 9, 6, 4, 5, separate_gates=True), experts)
+    full = Layer(GroupedAttention(6, 2, 10, head_norm=True, output_gate=True), experts)
+    expected = ModelShape(Family.QWEN3_5_MOE, 24, 40, False, 64, (linear, linear, linear, full, linear))
+    whole = _with_vision(config(Family.QWEN3_5_MOE))
+    assert shape_of(whole) == shape_of(whole["text_config"]) == expected
+    assert shape_of(whole | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}) == expected
+
+
+def _with_vision(text: Any) -> dict[str, Any]:
+    return {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 27}, "image_token_id": 39}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"text_config": None}, "text_config is null; expected an object with the text's", id="no text"),
+        pytest.param(
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings is true, and false in text_config; make both say the same",
+            id="tied outside alone",
+        ),
+        pytest.param(
+            {"architectures": ["Qwen3_5MoeModel"]},
+            "architectures is ['Qwen3_5MoeModel']; expected a class ...ForConditionalGeneration",
+            id="no head",
+        ),
+        pytest.param(
+            {"quantization_config": {"quant_method": "awq"}}, "quantization_config says quant_method 'awq'", id="AWQ"
+        ),
+        pytest.param(
+            {"text_config": config(Family.QWEN3_5_MOE, num_experts_per_tok=9)},
+            "num_experts_per_tok 9 is more than the 8 experts",
+            id="a text that is no model",
+        ),
+    ],
+)
+def test_a_model_of_several_parts_is_refused_where_its_text_is(changes: dict[str, Any], message: str) -> None:
+    assert message in problem(_with_vision(config(Family.QWEN3_5_MOE)) | changes).message
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "sparse"),
     [

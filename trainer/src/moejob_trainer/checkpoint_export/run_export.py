@@ -26,7 +26,6 @@ from moejob_trainer.conversion.model_export import (
     MOST_SHARD_BYTES,
     ExportReport,
     ExportTarget,
-    WrittenFile,
     complete_export,
     prepare_export_folder,
     remove_on_failure,
@@ -35,12 +34,14 @@ from moejob_trainer.conversion.model_export import (
 from moejob_trainer.conversion.safetensors_writer import (
     ShardWriter,
     TensorEntry,
+    WrittenFile,
     hashing_threads,
     open_shard_writer,
     plan_shards,
     verify,
 )
 from moejob_trainer.conversion.tensor_table import TensorPiece
+from moejob_trainer.conversion.text_part import read_other_parts
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.pretrained import fetch_model, name_for_others
@@ -104,7 +105,8 @@ def export_whole_model(run: StoredRun, options: ExportOptions) -> ExportReport:
         _open_merged_weights(run, tensor_table, options) if run.adapter_facts.lora else _open_weights(run, tensor_table)
     )
     dtype = options.dtype or getattr(torch, run.spec.model.dtype.value)
-    target = ExportTarget(options.folder, run.template, dtype, options.most_shard_bytes, options.report_share)
+    parts = read_other_parts(run.template, lambda: _find_published_weights(run, options))
+    target = ExportTarget(options.folder, run.template, dtype, options.most_shard_bytes, options.report_share, parts)
     with remove_on_failure(target.unfinished_folder):
         report = _write_model(tensors, tensor_table, target, dtype)
         publish_folder(Disk(), target.unfinished_folder, target.folder)
@@ -156,23 +158,33 @@ def _open_base_weights(run: StoredRun, tensor_table: TensorTable, options: Expor
             f"{source} has no published weights to merge adapters with: each run makes its own from its seed; export "
             "the adapters alone"
         )
-    return open_published_checkpoint(options.base or fetch_model(run.spec.model, run.template.parent), tensor_table)
+    return open_published_checkpoint(_find_published_weights(run, options), tensor_table)
+
+
+def _find_published_weights(run: StoredRun, options: ExportOptions) -> Path:
+    return options.base or fetch_model(run.spec.model, run.template.parent)
 
 
 def _write_model(
     tensors: PublishedTensors, tensor_table: TensorTable, target: ExportTarget, dtype: torch.dtype
 ) -> ExportReport:
-    pieces = {name: piece for piece in tensor_table.pieces for name in published_names(piece, tensor_table)}
+    pieces = {
+        target.parts.published_name(name): piece
+        for piece in tensor_table.pieces
+        for name in published_names(piece, tensor_table)
+    }
     entries = [
         TensorEntry(name, piece.shape, _export_dtype(piece, tensor_table, dtype)) for name, piece in pieces.items()
     ]
-    shards = plan_shards(entries, target.most_shard_bytes)
-    prepare_export_folder(target, tensor_table.shape, dtype, sum(entry.size_bytes for entry in entries))
+    shards, other_shards = (plan_shards(each, target.most_shard_bytes) for each in (entries, target.parts.entries))
+    files = shard_file_names([len(shards) + len(other_shards)], 0)
+    all_entries = [*entries, *target.parts.entries]
+    prepare_export_folder(target, tensor_table.shape, dtype, sum(entry.size_bytes for entry in all_entries))
     # The other half of a shard is for the file that is read back beside this.
     memory = BoundedMemory(target.most_shard_bytes // 2)
-    written_files, verifications, counter = [], [], ShareCounter(2 * len(entries), target.report_share)
+    written_files, verifications, counter = [], [], ShareCounter(2 * len(all_entries), target.report_share)
     with ThreadPoolExecutor(1, "verify") as verify_pool:
-        for file, file_entries in zip(shard_file_names([len(shards)], 0), shards, strict=True):
+        for file, file_entries in zip(files, shards, strict=False):
             path = target.unfinished_folder / file
             # Threads end before the file closes, also where one of them fails.
             with open_shard_writer(path, file_entries) as shard, hashing_threads() as threads:
@@ -187,6 +199,11 @@ def _write_model(
                     counter.add(1)
             verifications.append((verify_pool.submit(verify, path, file_entries, checksums), len(file_entries)))
             written_files.append(WrittenFile(file, tuple(file_entries), checksums))
+        for file, file_entries in zip(files[len(shards) :], other_shards, strict=True):
+            path = target.unfinished_folder / file
+            written_files.append(target.parts.write_shard(path, file_entries, counter.add))
+            verification = verify_pool.submit(verify, path, file_entries, written_files[-1].checksums)
+            verifications.append((verification, len(file_entries)))
         for verification, count in verifications:
             verification.result()
             counter.add(count)

@@ -58,15 +58,20 @@ class CheckpointTensors:
 
     def tensor(self, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
         """Return one tensor: stored in float32 if the optimizer updates it, in its own type if it was frozen."""
-        shard = ShardSpec(tuple(part.start for part in piece.region), slice_lengths(piece.region))
-        stored_shards = self.shards_by_parameter.get(piece.parameter, ())
+        published = torch.empty(piece.shape, dtype=dtype)
+        for section in piece.sections:
+            rows = published[section.first_row : section.first_row + section.shape[0]]
+            self._fill_rows(rows, section)
+        return published
+
+    def _fill_rows(self, rows: Tensor, section: TensorPiece) -> None:
+        shard = ShardSpec(tuple(part.start for part in section.region), slice_lengths(section.region))
+        stored_shards = self.shards_by_parameter.get(section.parameter, ())
         for part in self.files.file_parts(shard, stored_shards):
             ask(part)
-        published = torch.empty(piece.shape, dtype=dtype)
         self.files.fill_shard(
-            piece.view_as_ours(published, piece.region), shard, stored_shards, f"weight of {piece.parameter}"
+            section.view_as_ours(rows, section.region), shard, stored_shards, f"weight of {section.parameter}"
         )
-        return published
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -30,6 +31,21 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class TensorSource(Protocol):
+    """Tensors by name, and parts of them."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by name."""
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        """One part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

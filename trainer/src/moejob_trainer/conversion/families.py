@@ -55,13 +55,23 @@ _LATENT_ATTENTION = (
     TensorRule("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
 )
 _DELTA_RULE = (
-    TensorRule("attention.state_input.weight", "g d h", "linear_attn.in_proj_qkvz.weight", "(g d) h"),
-    TensorRule("attention.state_rates.weight", "g d h", "linear_attn.in_proj_ba.weight", "(g d) h"),
     TensorRule("attention.convolution", "c o w", "linear_attn.conv1d.weight", "c o w"),
     TensorRule("attention.decay_log", "n", "linear_attn.A_log", "n"),
     TensorRule("attention.decay_bias", "n", "linear_attn.dt_bias", "n"),
     TensorRule("attention.state_norm.weight", "d", "linear_attn.norm.weight", "d"),
     TensorRule("attention.state_output.weight", "h n d", "linear_attn.out_proj.weight", "h (n d)"),
+)
+_JOINT_GATES = (
+    TensorRule("attention.state_input.weight", "g d h", "linear_attn.in_proj_qkvz.weight", "(g d) h"),
+    TensorRule("attention.state_rates.weight", "g d h", "linear_attn.in_proj_ba.weight", "(g d) h"),
+    *_DELTA_RULE,
+)
+_SEPARATE_GATES = (
+    TensorRule("attention.state_input.weight", "g d h", "linear_attn.in_proj_qkv.weight", "(g d) h"),
+    TensorRule("attention.state_gate.weight", "n d h", "linear_attn.in_proj_z.weight", "(n d) h"),
+    TensorRule("attention.state_strength.weight", "n h", "linear_attn.in_proj_b.weight", "n h"),
+    TensorRule("attention.state_decay.weight", "n h", "linear_attn.in_proj_a.weight", "n h"),
+    *_DELTA_RULE,
 )
 _MTP = (
     TensorRule("mtp.embedding_norm.weight", "h", "enorm.weight", "h"),
@@ -128,7 +138,8 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.MIXTRAL: (*_DENSE, *_MIXTRAL),
     Family.QWEN2_MOE: (*_DENSE, *_EXPERTS, *_GATED_SHARED),
     Family.QWEN3_MOE: (*_DENSE, *_EXPERTS),
-    Family.QWEN3_NEXT: (*_DENSE, *_DELTA_RULE, *_EXPERTS, *_GATED_SHARED),
+    Family.QWEN3_NEXT: (*_DENSE, *_JOINT_GATES, *_EXPERTS, *_GATED_SHARED),
+    Family.QWEN3_5_MOE: (*_DENSE, *_SEPARATE_GATES, *_EXPERTS, *_GATED_SHARED),
     Family.DEEPSEEK_V2: _DEEPSEEK,
     Family.DEEPSEEK_V3: (*_DEEPSEEK, *_MTP),
     Family.GLM4_MOE: (*_DENSE, *_DEEPSEEK_EXPERTS, *_MTP),

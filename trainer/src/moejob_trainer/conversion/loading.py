@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 from moejob_api.models.reader import WHERE
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_trainer.conversion.checkpoint import join_names, unusable_checkpoint
+from moejob_trainer.conversion.checkpoint import TensorSource, join_names, unusable_checkpoint
 from moejob_trainer.conversion.families import TensorCopy, TensorTable
-from moejob_trainer.conversion.quantized import TensorSource, open_tensor_source
 from moejob_trainer.conversion.tensor_table import TensorPiece, relative_slices, slice_lengths
+from moejob_trainer.conversion.text_part import OTHER_PARTS, open_tensor_source
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
 
 _HOST = torch.device("cpu")
@@ -28,12 +29,14 @@ _READABLE = {"F64", "F32", "F16", "BF16"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # MTP of ERNIE-4.5, which Transformers does not read.
 _ERNIE_MTP = "model.mtp_"
+# Published beside what is trained. Of Qwen3-Next's module no config.json knows, and Transformers leaves it out too.
+_LEFT_OUT: Mapping[Family, tuple[str, ...]] = {Family.QWEN3_NEXT: ("mtp.",), Family.QWEN3_5_MOE: OTHER_PARTS}
 _ITS_CONFIG = "use the config.json that was published with it"
 
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """A checkpoint that fits a model. `left_out` are tensors of MTP modules that this model does not have."""
+    """A checkpoint that fits a model. `left_out` are tensors of parts that are not trained: MTP modules, vision."""
 
     checkpoint: TensorSource
     table: TensorTable
@@ -66,7 +69,8 @@ class PublishedCheckpoint:
     def _stored_parts(
         self, parameter: Parameter, held_region: Slices, device: torch.device = _HOST
     ) -> Iterator[tuple[Slices, Tensor]]:
-        for piece in self.table.by_parameter[parameter.name]:
+        sections = (piece.sections for piece in self.table.by_parameter[parameter.name])
+        for piece in chain.from_iterable(sections):
             part = piece.overlap(held_region)
             if part is not None:
                 around = piece.enclosing_part(part)
@@ -186,10 +190,9 @@ def _advice_on_missing(missing: set[str], table: TensorTable) -> str:
 
 
 def _left_out_tensors(checkpoint: TensorSource, table: TensorTable) -> set[str]:
-    """Return the tensors of MTP modules that this model does not have; other layers beyond the last are a mistake."""
-    if table.shape.family is Family.QWEN3_NEXT:
-        # Published beside the model, and in no config.json; Transformers leaves them out too.
-        return {name for name in checkpoint.tensors if name.startswith("mtp.")}
+    """Return the tensors of parts that this model does not have; other layers beyond the last are a mistake."""
+    if prefixes := _LEFT_OUT.get(table.shape.family):
+        return {name for name in checkpoint.tensors if name.startswith(prefixes)}
     if table.shape.mtp_layers:
         return set()
     modules = {

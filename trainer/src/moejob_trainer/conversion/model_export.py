@@ -29,12 +29,14 @@ from moejob_trainer.conversion.loading import open_published_checkpoint
 from moejob_trainer.conversion.safetensors_writer import (
     CorruptExport,
     TensorEntry,
+    WrittenFile,
     open_shard_writer,
     plan_shards,
     verify,
 )
 from moejob_trainer.conversion.templates import copy_config_and_tokenizer
 from moejob_trainer.conversion.tensor_table import TensorPiece
+from moejob_trainer.conversion.text_part import TEXT_ALONE, PublishedParts
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
 from moejob_trainer.runtime.disk import Disk, publish_folder
@@ -55,6 +57,7 @@ class ExportTarget:
     """Destination of an export. `template` is the folder the model came from: its config, tokenizer and code go along.
 
     dtype: the type weights are written in; None writes them as they are held. Buffers stay float32.
+    parts: the parts of the model that are not trained, which are written as they were published.
     """
 
     folder: Path
@@ -62,6 +65,7 @@ class ExportTarget:
     dtype: torch.dtype | None = None
     most_shard_bytes: int = MOST_SHARD_BYTES
     report_share: ShareReport = ignore_share
+    parts: PublishedParts = TEXT_ALONE
 
     @property
     def unfinished_folder(self) -> Path:
@@ -87,15 +91,6 @@ class _RankPlan:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """One file of an export, and the checksum of every tensor in it."""
-
-    file: str
-    entries: tuple[TensorEntry, ...]
-    checksums: Mapping[str, str]
-
-
 _PLAN = TypeAdapter(_RankPlan)
 _WRITTEN = TypeAdapter(list[WrittenFile])
 _REPORT = TypeAdapter(ExportReport)
@@ -114,15 +109,21 @@ def export_weights(
     """
     gathering = plan_gathering(state, table, groups)
     shards = _plan_rank_shards(gathering, target)
-    rank_plan = _RankPlan(len(shards), sum(entry.size_bytes for entries in shards for entry in entries))
+    other_shards = plan_shards(target.parts.entries, target.most_shard_bytes) if groups.rank == 0 else []
+    all_entries = [entry for entries in (*shards, *other_shards) for entry in entries]
+    rank_plan = _RankPlan(len(shards) + len(other_shards), sum(entry.size_bytes for entry in all_entries))
     plans = messages.all_gather_values(rank_plan, _PLAN, groups.world)
     if groups.rank == 0:
         _prepare_folder(gathering, target, sum(plan.bytes for plan in plans))
     files = shard_file_names([plan.files for plan in plans], groups.rank)
     # No rank writes before the folder is there.
     messages.wait_for_group(groups.world)
-    counter = ShareCounter(sum(map(len, shards)) + len([*gathering.held_parameters()]), target.report_share)
-    written_files = _write_shards(gathering, target, dict(zip(files, shards, strict=True)), counter)
+    counter = ShareCounter(len(all_entries) + len([*gathering.held_parameters()]), target.report_share)
+    written_files = _write_shards(gathering, target, dict(zip(files, shards, strict=False)), counter)
+    written_files += [
+        target.parts.write_shard(target.unfinished_folder / file, entries, counter.add)
+        for file, entries in zip(files[len(shards) :], other_shards, strict=True)
+    ]
     for written_file in written_files:
         verify(target.unfinished_folder / written_file.file, written_file.entries, written_file.checksums)
     all_files = messages.gather_values(written_files, _WRITTEN, groups.world)
@@ -140,7 +141,7 @@ def export_weights(
 def _plan_rank_shards(gathering: TensorGathering, target: ExportTarget) -> list[list[TensorEntry]]:
     table = gathering.table
     entries = [
-        TensorEntry(name, piece.shape, _export_dtype(piece, gathering, target))
+        TensorEntry(target.parts.published_name(name), piece.shape, _export_dtype(piece, gathering, target))
         for piece in gathering.owned_pieces()
         for name in published_names(piece, table)
     ]
@@ -200,14 +201,14 @@ def _export_tensors(
     for piece, tensor in gathering.tensors():
         cast = tensor.to(_export_dtype(piece, gathering, target))
         for name in published_names(piece, gathering.table):
-            yield name, cast
+            yield target.parts.published_name(name), cast
             counter.add(1)
 
 
 def complete_export(table: TensorTable, target: ExportTarget, written_files: Sequence[WrittenFile]) -> ExportReport:
     """Add the index, and hold the files against the model's table."""
     folder = target.unfinished_folder
-    _require_each_once(table, written_files)
+    _require_each_once(table, target.parts, written_files)
     entries = {
         entry.name: (written_file.file, entry) for written_file in written_files for entry in written_file.entries
     }
@@ -243,8 +244,9 @@ def _import_again(gathering: TensorGathering, target: ExportTarget, counter: Sha
         counter.add(1)
 
 
-def _require_each_once(table: TensorTable, written_files: Sequence[WrittenFile]) -> None:
-    expected = Counter(name for piece in table.pieces for name in published_names(piece, table))
+def _require_each_once(table: TensorTable, parts: PublishedParts, written_files: Sequence[WrittenFile]) -> None:
+    trained = (parts.published_name(name) for piece in table.pieces for name in published_names(piece, table))
+    expected = Counter(chain(trained, (entry.name for entry in parts.entries)))
     actual = Counter(entry.name for written_file in written_files for entry in written_file.entries)
     if actual != expected:
         miscounted = join_names(actual - expected) or join_names(expected - actual)

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moejob_api.arithmetic import ceil_div
-from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable_checkpoint
+from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, TensorSource, unusable_checkpoint
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.json_files import read_json
 
@@ -26,22 +25,7 @@ _PACKED = 32
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, and parts of them."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the files."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by name."""
-
-    def read(self, name: str, part: Slices) -> Tensor:
-        """One part of a tensor."""
-
-
-def open_tensor_source(folder: Path) -> TensorSource:
+def open_dequantized(folder: Path) -> TensorSource:
     """The weights of a folder, dequantized where they have to be."""
     checkpoint = SafetensorsFolder.open(folder)
     names = checkpoint.tensors.keys()

@@ -44,6 +44,15 @@ class TensorEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One file of an export, and the checksum of every tensor in it."""
+
+    file: str
+    entries: tuple[TensorEntry, ...]
+    checksums: Mapping[str, str]
+
+
 class CorruptExport(OSError):
     """The tensors read back differ from those written or held: storage or assembly is at fault."""
 

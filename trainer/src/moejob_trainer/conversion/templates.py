@@ -30,6 +30,7 @@ _AS_THEY_WERE = (
     "*.tiktoken",
     "tiktoken.model",
     "chat_template*",
+    "*processor_config.json",
     "additional_chat_templates/*.jinja",
     "*.py",
     "LICENSE*",
@@ -63,6 +64,9 @@ def _updated_config(published_config: dict[str, object], shape: ModelShape, dtyp
     changed_config = published_config | {key: str(dtype).removeprefix("torch.")}
     # Weights are written in the type they are trained in, even if they were published quantized.
     changed_config.pop("quantization_config", None)
+    text = changed_config.get("text_config")
+    if isinstance(text, dict) and key in text:
+        changed_config["text_config"] = text | {key: changed_config[key]}
     if not shape.mtp_layers and shape_of(changed_config).mtp_layers:
         changed_config["num_nextn_predict_layers"] = 0
     routing = _ROUTING.get(shape.family, {})

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from moejob_trainer.model.parameters import Parameter, Slices
@@ -53,12 +54,32 @@ class TensorPiece:
 
     region: its bounds on every axis of our parameter; a fixed index is a slice of length one.
     axes: for each axis of their tensor, the axes of ours that it joins, the slowest first.
+    section_lengths: lengths of the parts of the last axis in the first bracket, where their tensor has part after part:
+    the queries of all heads, then the keys of all, then the values. Empty where each head has its own side by side.
+    first_row: the row of their tensor at which the region begins.
     """
 
     tensor: str
     parameter: str
     region: Slices
     axes: tuple[tuple[int, ...], ...]
+    section_lengths: tuple[int, ...] = ()
+    first_row: int = 0
+
+    @property
+    def sections(self) -> Iterator[TensorPiece]:
+        """The piece itself, or its sections in the order of their tensor."""
+        if not self.section_lengths:
+            yield self
+            return
+        axis, row = self.axes[0][-1], self.first_row
+        start = self.region[axis].start
+        for length in self.section_lengths:
+            region = (*self.region[:axis], slice(start, start + length), *self.region[axis + 1 :])
+            section = TensorPiece(self.tensor, self.parameter, region, self.axes, first_row=row)
+            yield section
+            start += length
+            row += section.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,7 +118,8 @@ class TensorPiece:
 
     def source_slices(self, part: Slices) -> Slices:
         """Return the slices of their tensor for a part of the region."""
-        return tuple(self._source_slice(group, part) for group in self.axes)
+        rows, *others = (self._source_slice(group, part) for group in self.axes)
+        return (slice(self.first_row + rows.start, self.first_row + rows.stop), *others)
 
     def view_as_ours(self, theirs: Tensor, part: Slices) -> Tensor:
         """View a part that was read from their tensor with our axes."""
@@ -108,6 +130,9 @@ class TensorPiece:
 
     def view_as_theirs(self, ours: Tensor) -> Tensor:
         """View the whole region as their tensor."""
+        if self.section_lengths:
+            parts = ours.split(self.section_lengths, self.axes[0][-1])
+            return torch.cat([section.view_as_theirs(part) for section, part in zip(self.sections, parts, strict=True)])
         order = [axis for group in self.axes for axis in group]
         return ours.permute(order).reshape(self.shape)
 
@@ -145,7 +170,7 @@ def pieces_of_rule(
         _axis_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True)
     )
     if "{e}" not in tensor:
-        yield TensorPiece(tensor, parameter.name, region, axes)
+        yield TensorPiece(tensor, parameter.name, region, axes, parameter.sections)
         return
     expert = letters.index("e")
     experts = parameter.shape[expert]

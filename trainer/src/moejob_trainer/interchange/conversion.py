@@ -14,12 +14,11 @@ from torch import Tensor
 
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Experts
-from moejob_trainer.conversion.checkpoint import StoredTensor, join_names, unusable_checkpoint
+from moejob_trainer.conversion.checkpoint import StoredTensor, TensorSource, join_names, unusable_checkpoint
 from moejob_trainer.conversion.families import TensorTable, build_tensor_table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import PublishedCheckpoint, open_published_checkpoint
 from moejob_trainer.conversion.model_export import ExportReport, ExportTarget, export_weights, remove_on_failure
-from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.templates import CONFIG_FILE, copy_config_and_tokenizer
 from moejob_trainer.interchange.foreign_files import read_json_object, require_links_inside

@@ -47,6 +47,9 @@ MATRICES = {
     "attention.output.weight": AdaptedMatrix(LoraTarget.ATTENTION_OUTPUT, inputs=2),
     "attention.state_input.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
     "attention.state_rates.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.state_gate.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.state_strength.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.state_decay.weight": AdaptedMatrix(LoraTarget.QUERY_KEY_VALUE),
     "attention.state_output.weight": AdaptedMatrix(LoraTarget.ATTENTION_OUTPUT, inputs=2),
     "mlp.gate_up.weight": AdaptedMatrix(LoraTarget.GATE_UP, stack=(0,)),
     "mlp.down.weight": AdaptedMatrix(LoraTarget.DOWN),
@@ -98,6 +101,7 @@ def _factor_parameters(weight: Parameter, matrix: AdaptedMatrix, rank: int) -> I
             shape=tuple(rank if axis is None else weight.shape[axis] for axis in axes),
             divided=tuple((axes.index(axis), group) for axis, group in weight.divided if axis in axes),
             may_be_whole=weight.may_be_whole,
+            sections=weight.sections if name == names[1] else (),
         )
 
 

@@ -41,7 +41,7 @@ class Architecture:
     attention_scale: float
     # gpt-oss clamps the gate and adds one to the other half.
     gate_limit: float | None = None
-    # Qwen3-Next keeps the weights of its norms as their distance from one.
+    # Qwen3-Next and Qwen3.5 keep the weights of their norms as their distance from one.
     zero_centred_norms: bool = False
 
 
@@ -56,7 +56,7 @@ def read_architecture(config: Mapping[str, Any], origin: str = "config.json") ->
         routing=_make_routing(shape, hf_config),
         attention_scale=_attention_scale(shape, hf_config),
         gate_limit=getattr(hf_config, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
-        zero_centred_norms=shape.family is Family.QWEN3_NEXT,
+        zero_centred_norms=shape.family in {Family.QWEN3_NEXT, Family.QWEN3_5_MOE},
     )
 
 
@@ -147,6 +147,7 @@ def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
 # Families that divide scores by their sum, whatever a config says, and their scores.
 _RENORMALIZED: Mapping[Family, Scoring] = {
     Family.MIXTRAL: Scoring.SOFTMAX,
+    Family.QWEN3_5_MOE: Scoring.SOFTMAX,
     Family.ERNIE4_5_MOE: Scoring.SOFTMAX,
     Family.MINIMAX_M2: Scoring.SIGMOID,
 }
@@ -158,7 +159,7 @@ def _make_routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None
         return None
     plain = Routing(experts.count, experts.per_token)
     match shape.family:
-        case Family.MIXTRAL | Family.ERNIE4_5_MOE | Family.MINIMAX_M2:
+        case Family.MIXTRAL | Family.QWEN3_5_MOE | Family.ERNIE4_5_MOE | Family.MINIMAX_M2:
             return replace(plain, scoring=_RENORMALIZED[shape.family], renormalized=True)
         case Family.QWEN2_MOE | Family.QWEN3_MOE | Family.QWEN3_NEXT | Family.OLMOE:
             return replace(plain, renormalized=config.norm_topk_prob)

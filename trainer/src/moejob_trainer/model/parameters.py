@@ -34,6 +34,7 @@ class Parameter:
     """One parameter, whole. `divided` names the axes that are cut into equal parts, each with its group.
 
     may_be_whole: every rank holds all of it where the group's size does not divide the axis (heads of keys and values).
+    sections: lengths of the parts of axis 1 (queries, keys and values of a head) that files keep one after another.
     is_buffer: not trained by gradients, and float32 whatever the others are.
     """
 
@@ -41,6 +42,7 @@ class Parameter:
     shape: tuple[int, ...]
     divided: tuple[tuple[int, ParallelGroup], ...] = ()
     may_be_whole: bool = False
+    sections: tuple[int, ...] = ()
     is_buffer: bool = False
 
 
@@ -226,8 +228,17 @@ def _latent_queries(hidden: int, attention: LatentAttention) -> Iterator[Paramet
 def _linear_attention(hidden: int, attention: LinearAttention) -> Iterator[Parameter]:
     key_heads, heads, keys, values = attention.key_heads, attention.value_heads, attention.key_dim, attention.value_dim
     per_key = heads // key_heads
-    yield Parameter("attention.state_input.weight", (key_heads, 2 * keys + 2 * per_key * values, hidden), _TENSOR_0)
-    yield Parameter("attention.state_rates.weight", (key_heads, 2 * per_key, hidden), _TENSOR_0)
+    sections = (keys, keys, per_key * values)
+    if attention.separate_gates:
+        yield Parameter(
+            "attention.state_input.weight", (key_heads, sum(sections), hidden), _TENSOR_0, sections=sections
+        )
+        yield Parameter("attention.state_gate.weight", (heads, values, hidden), _TENSOR_0)
+        yield Parameter("attention.state_strength.weight", (heads, hidden), _TENSOR_0)
+        yield Parameter("attention.state_decay.weight", (heads, hidden), _TENSOR_0)
+    else:
+        yield Parameter("attention.state_input.weight", (key_heads, sum(sections) + sections[-1], hidden), _TENSOR_0)
+        yield Parameter("attention.state_rates.weight", (key_heads, 2 * per_key, hidden), _TENSOR_0)
     channels = 2 * key_heads * keys + heads * values
     yield Parameter("attention.convolution", (channels, 1, attention.convolution_width))
     yield Parameter("attention.decay_log", (heads,), _TENSOR_0)

@@ -11,7 +11,7 @@ import torch
 
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.conversion.checkpoint import unusable_checkpoint
-from moejob_trainer.conversion.quantized import open_tensor_source
+from moejob_trainer.conversion.text_part import open_tensor_source
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.model_check.comparison import compare_models

@@ -25,8 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from moejob_api.models.families import known_config
 from moejob_trainer.conversion.adapters import WEIGHTS_FILE, adapter_pair_names
-from moejob_trainer.conversion.checkpoint import StoredTensor, unusable_checkpoint
-from moejob_trainer.conversion.quantized import TensorSource
+from moejob_trainer.conversion.checkpoint import StoredTensor, TensorSource, unusable_checkpoint
 from moejob_trainer.model.parameters import Slices
 from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 from moejob_trainer.runtime.json_files import read_json

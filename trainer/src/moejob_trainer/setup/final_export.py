@@ -9,6 +9,7 @@ import torch
 from moejob_api.contract.pods import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, build_adapter_table, export_adapters
 from moejob_trainer.conversion.model_export import ExportTarget, export_weights, skip_check
+from moejob_trainer.conversion.text_part import read_other_parts
 from moejob_trainer.distributed.encoding import NOTHING
 from moejob_trainer.megatron.training_engine import MegatronTrainingEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
@@ -34,7 +35,13 @@ def export_finished_model(
     with explain_failure("exporting", folder):
         if lora is None:
             dtype = getattr(torch, context.spec.model.dtype.value)
-            target = ExportTarget(folder, pretrained, dtype, report_share=context.heartbeat.report_share)
+            target = ExportTarget(
+                folder,
+                pretrained,
+                dtype,
+                report_share=context.heartbeat.report_share,
+                parts=read_other_parts(pretrained, lambda: pretrained),
+            )
             export_weights(whole_weights(engine.stages), model.table, groups, target, checks.check_export)
             if context.spec.checkpoint.export_megatron:
                 _export_for_megatron(context)

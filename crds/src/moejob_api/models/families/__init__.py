@@ -21,6 +21,7 @@ from moejob_api.models.families.mixture_of_experts import (
     mixtral_shape,
     olmoe_shape,
     qwen2_moe_shape,
+    qwen3_5_moe_shape,
     qwen3_moe_shape,
     qwen3_next_shape,
 )
@@ -38,6 +39,7 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.QWEN2_MOE: qwen2_moe_shape,
     Family.QWEN3_MOE: qwen3_moe_shape,
     Family.QWEN3_NEXT: qwen3_next_shape,
+    Family.QWEN3_5_MOE: qwen3_5_moe_shape,
     Family.DEEPSEEK_V2: deepseek_v2_shape,
     Family.DEEPSEEK_V3: deepseek_v3_shape,
     Family.GLM4_MOE: glm4_moe_shape,
@@ -49,11 +51,19 @@ _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
 }
 # Names that Transformers has no code for, and whose layers and tensors are those of a family, by their authors' word.
 READ_AS: Mapping[str, Family] = {"kimi_k2": Family.DEEPSEEK_V3}
+# Models that read images too: the family of the part that reads text, whose config is their text_config.
+TEXT_PARTS: Mapping[str, Family] = {"qwen3_5_moe": Family.QWEN3_5_MOE}
+# Keys that a model of several parts says for all of them.
+_OF_ALL_PARTS = ("quantization_config", "compression_config")
 
 
 def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a parsed config.json under the model_type by which Transformers has code for its layers."""
-    family = READ_AS.get(str(config.get("model_type")))
+    """Return the config of a model's text under the model_type by which Transformers has code for its layers."""
+    name, text = str(config.get("model_type")), config.get("text_config")
+    if name in TEXT_PARTS and isinstance(text, Mapping):
+        of_all = {key: config[key] for key in _OF_ALL_PARTS if key in config}
+        return {**text, **of_all, "model_type": TEXT_PARTS[name].value}
+    family = READ_AS.get(name)
     return config if family is None else {**config, "model_type": family.value}
 
 
@@ -61,6 +71,7 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     """The shape that a parsed config.json describes; InvalidSpec, beginning with `origin`, when it describes none."""
     if not isinstance(config, Mapping):
         raise model_error(Rule.MODEL_CONFIG, f"{origin} holds {shown_value(config)}; expected a JSON object")
+    _refuse_split_text(config, origin)
     config = known_config(config)
     name = config.get("model_type")
     if isinstance(name, str) and name in REFUSED_MODELS:
@@ -82,6 +93,32 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     return shape
 
 
+def _refuse_split_text(config: Mapping[str, Any], origin: str) -> None:
+    """Refuse a model of several parts whose text is not where it should be, or not the model's."""
+    name, text, classes = config.get("model_type"), config.get("text_config"), config.get("architectures")
+    if name not in TEXT_PARTS:
+        return
+    if not isinstance(text, Mapping):
+        raise model_error(
+            Rule.MODEL_CONFIG, f"{origin}: text_config is {shown_value(text)}; expected an object with the text's sizes"
+        )
+    if text.get("tie_word_embeddings", False) != config.get("tie_word_embeddings", False):
+        raise model_error(
+            Rule.MODEL_CONFIG,
+            f"{origin}: tie_word_embeddings is {shown_value(config.get('tie_word_embeddings', False))}, and "
+            f"{shown_value(text.get('tie_word_embeddings', False))} in text_config; make both say the same",
+        )
+    if classes is not None and not (isinstance(classes, list) and any(map(_predicts_tokens, classes))):
+        raise model_error(
+            Rule.MODEL_CONFIG,
+            f"{origin}: architectures is {shown_value(classes)}; expected a class ...ForConditionalGeneration",
+        )
+
+
+def _predicts_tokens(name: object) -> bool:
+    return str(name).endswith("ForConditionalGeneration")
+
+
 def _unsupported_error(reason: str) -> InvalidSpec:
     return model_error(
         Rule.MODEL_FAMILY,
@@ -91,4 +128,4 @@ def _unsupported_error(reason: str) -> InvalidSpec:
 
 
 def _supported_families() -> str:
-    return ", ".join([*Family, *READ_AS])
+    return ", ".join([*Family, *READ_AS, *TEXT_PARTS])

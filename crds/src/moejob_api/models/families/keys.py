@@ -117,6 +117,18 @@ _QWEN_EXPERTS: dict[str, KeyTreatment] = _ROUTED | {
     "moe_intermediate_size": USED,
     "norm_topk_prob": SwitchKey(),
 }
+# Linear attention in most layers, softmax attention in the others.
+_HYBRID: dict[str, KeyTreatment] = {
+    "attention_bias": USED,
+    "shared_expert_intermediate_size": USED,
+    "layer_types": USED,
+    "full_attention_interval": USED,
+    "linear_num_key_heads": USED,
+    "linear_num_value_heads": USED,
+    "linear_key_head_dim": USED,
+    "linear_value_head_dim": USED,
+    "linear_conv_kernel_dim": USED,
+}
 _MIXTRAL_EXPERTS: dict[str, KeyTreatment] = _ROUTED | {"num_local_experts": USED, "num_experts": USED}
 _DEEPSEEK_EXPERTS: dict[str, KeyTreatment] = {
     "n_routed_experts": USED,
@@ -184,18 +196,14 @@ KEYS: Mapping[Family, dict[str, KeyTreatment]] = {
         "max_window_layers": HarmlessKey("Transformers gives the window to every layer"),
         "layer_types": HarmlessKey("Transformers gives the window to every layer"),
     },
-    Family.QWEN3_NEXT: _GROUPED
-    | _QWEN_EXPERTS
+    Family.QWEN3_NEXT: _GROUPED | _QWEN_EXPERTS | _HYBRID,
+    Family.QWEN3_5_MOE: {key: value for key, value in _GROUPED.items() if key != "intermediate_size"}
+    | _ROUTED
+    | _HYBRID
     | {
-        "attention_bias": USED,
-        "shared_expert_intermediate_size": USED,
-        "layer_types": USED,
-        "full_attention_interval": USED,
-        "linear_num_key_heads": USED,
-        "linear_num_value_heads": USED,
-        "linear_key_head_dim": USED,
-        "linear_value_head_dim": USED,
-        "linear_conv_kernel_dim": USED,
+        "num_experts": USED,
+        "moe_intermediate_size": USED,
+        "attn_output_gate": RestrictedKey((True, None), "Transformers computes a gate whatever it says; remove it"),
     },
     Family.DEEPSEEK_V2: _LATENT
     | _DEEPSEEK_EXPERTS

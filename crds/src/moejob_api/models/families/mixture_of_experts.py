@@ -1,5 +1,5 @@
-"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, GLM-4.5, OLMoE, ERNIE-4.5,
-MiniMax-M2 and gpt-oss.
+"""Families of experts behind grouped attention: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, GLM-4.5, OLMoE,
+ERNIE-4.5, MiniMax-M2 and gpt-oss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moejob_api.models.families.layers import (
     windowed_attentions,
 )
 from moejob_api.models.reader import ConfigReader
-from moejob_api.models.shape import Experts, Family, LinearAttention, ModelShape
+from moejob_api.models.shape import Attention, Experts, Family, LinearAttention, ModelShape
 
 LINEAR = "linear_attention"
 
@@ -60,13 +60,16 @@ def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
 
 def qwen3_next_shape(config: ConfigReader) -> ModelShape:
     """Qwen3-Next: gated attention in every fourth layer, the gated delta rule in the others."""
-    bias = config.read_flag("attention_bias")
-    plain = grouped_attention(config, head_dim=256)
-    full = replace(plain, qkv_bias=bias, output_bias=bias, head_norm=True, output_gate=True)
-    linear = _linear_attention(config)
-    attentions = [full if is_full else linear for is_full in _full_attention_layers(config)]
+    attentions = _hybrid_attentions(config, _linear_attention(config))
     mlps = mixed_mlps(config, _gated_experts(config), expert_layers_by_step(config))
     return build_shape(config, Family.QWEN3_NEXT, stack_layers(attentions, mlps))
+
+
+def qwen3_5_moe_shape(config: ConfigReader) -> ModelShape:
+    """The text part of Qwen3.5-MoE: layers of Qwen3-Next, each with experts."""
+    attentions = _hybrid_attentions(config, replace(_linear_attention(config), separate_gates=True))
+    mlps = mixed_mlps(config, _gated_experts(config), [True] * len(attentions))
+    return build_shape(config, Family.QWEN3_5_MOE, stack_layers(attentions, mlps))
 
 
 def glm4_moe_shape(config: ConfigReader) -> ModelShape:
@@ -162,6 +165,13 @@ def _read_experts(config: ConfigReader, *names: str, intermediate: str = "moe_in
 def _gated_experts(config: ConfigReader) -> Experts:
     shared = config.read_size("shared_expert_intermediate_size", smallest=0)
     return replace(_read_experts(config, "num_experts"), shared_intermediate=shared, shared_gate=True)
+
+
+def _hybrid_attentions(config: ConfigReader, linear: LinearAttention) -> list[Attention]:
+    bias = config.read_flag("attention_bias")
+    plain = grouped_attention(config, head_dim=256)
+    full = replace(plain, qkv_bias=bias, output_bias=bias, head_norm=True, output_gate=True)
+    return [full if is_full else linear for is_full in _full_attention_layers(config)]
 
 
 def _linear_attention(config: ConfigReader) -> LinearAttention:

@@ -48,8 +48,6 @@ UNLIKE_MODELS: Mapping[str, str] = {
     "phi3": "Phi-3 (model_type phi3) was not measured: it publishes queries, keys and values as one tensor",
     "phimoe": "Phi-3.5-MoE (model_type phimoe) has norms that subtract the mean, and routes by a sparse mixer",
     "qwen3_5": "Qwen3.5 without experts (model_type qwen3_5) has layers of a gated delta rule, and reads images",
-    "qwen3_5_moe": "Qwen3.5-MoE and Qwen3.6-MoE (model_type qwen3_5_moe) publish linear attention's projections in "
-    "another order than Qwen3-Next, and tensors for images, which no export carries yet",
     "seed_oss": "Seed-OSS (model_type seed_oss) was not measured",
     "solar_open": "Solar Open (model_type solar_open) was not measured",
 }

@@ -21,7 +21,12 @@ _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # Transformers turns a part of each head in these families only.
-_PARTIAL: Mapping[Family, float] = {Family.GLM4_MOE: 0.5, Family.QWEN3_NEXT: 0.25, Family.MINIMAX_M2: 1.0}
+_PARTIAL: Mapping[Family, float] = {
+    Family.GLM4_MOE: 0.5,
+    Family.QWEN3_NEXT: 0.25,
+    Family.QWEN3_5_MOE: 0.25,
+    Family.MINIMAX_M2: 1.0,
+}
 
 
 def refuse_unknown_rotary(config: ConfigReader, shape: ModelShape) -> None:

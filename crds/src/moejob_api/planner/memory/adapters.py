@@ -51,7 +51,8 @@ def _query_key_value(hidden: int, attention: Attention) -> ParameterCounts:
             return ParameterCounts(tensor=attention.heads * of_head, replicated=down + queries)
         case LinearAttention():
             keys, values = attention.key_heads * attention.key_dim, attention.value_heads * attention.value_dim
-            return ParameterCounts(tensor=2 * keys + 2 * values + 2 * attention.value_heads, replicated=2 * hidden)
+            inputs = hidden * (4 if attention.separate_gates else 2)
+            return ParameterCounts(tensor=2 * keys + 2 * values + 2 * attention.value_heads, replicated=inputs)
         case _:
             assert_never(attention)
 
