@@ -54,7 +54,8 @@ class EngineServer:
     def __init__(self, limits: StrangerLimits) -> None:
         self.client, self.bodies = Client(), list[int]()
         os.environ[Environment.SECRET] = SECRET
-        app = Starlette(routes=[Route("/count", self._count, methods=["POST"]), Route("/hold", self._hold)])
+        paths = {"/count": self._count, "/hold": self._hold, "/fail": self._fail}
+        app = Starlette(routes=[Route(path, serve, methods=["GET", "POST"]) for path, serve in paths.items()])
         app.add_middleware(KeyAuthentication)
         app.state.engine_client = self.client
         self.may_go = threading.Event()
@@ -100,6 +101,9 @@ class EngineServer:
         self.bodies.append(0)
         await _set(self.may_go)
         return PlainTextResponse("held")
+
+    async def _fail(self, _: Request) -> PlainTextResponse:
+        raise RuntimeError("it fails")
 
 
 class _Quiet(uvicorn.Server):

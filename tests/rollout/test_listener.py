@@ -123,6 +123,14 @@ def test_a_stranger_gets_one_answer_on_a_connection(server: EngineServer) -> Non
     assert asked(server, 100 * post(0)).count(b"HTTP/1.1") == 1
 
 
+def test_an_error_of_the_server_says_that_it_ends_the_connection(server: EngineServer) -> None:
+    with connected(server) as client:
+        client.sendall(b"GET /fail HTTP/1.1\r\nHost: a\r\n" + KEY + b"\r\n")
+        answer = rest(client)
+    assert answer.startswith(b"HTTP/1.1 500")
+    assert b"\r\nconnection: close\r\n" in answer
+
+
 # --- the first token --------------------------------------------------------------------------------------------------
 
 

@@ -27,3 +27,21 @@ class Reply:
         start = {"type": "http.response.start", "status": status.value, "headers": headers + closing}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
+
+
+def announce_closing(app: App) -> App:
+    """Say with each error of the server that it ends the connection.
+
+    Starlette answers an exception and raises it again, and uvicorn then closes the connection. A client that does not
+    know sends its next request there, and loses it.
+    """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_announced(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, receive, send_announced)
+
+    return serve

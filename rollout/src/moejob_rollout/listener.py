@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from moejob_rollout.asgi import announce_closing
+
 # In the state of each request: the visitor on whose connection it came.
 VISITOR = "moejob_visitor"
 # Browsers send 1 kB.
@@ -74,12 +76,13 @@ class _Stranger:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol, which gives requests their visitor and hangs up on clients that send no HTTP."""
+    """uvicorn's protocol; requests get their visitor, errors say that they end the connection, and no HTTP ends it."""
 
     def __init__(self, strangers: Strangers, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._strangers, self._visitor = strangers, Visitor(strangers)
         self.app_state = {**self.app_state, VISITOR: self._visitor}
+        self.app = announce_closing(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Count a connection among strangers."""

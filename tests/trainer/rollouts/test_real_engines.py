@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from random import Random
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from moejob_trainer.rollouts.interface import Answer, Floats, GenerationRequest,
 from moejob_trainer.rollouts.publisher import ProbeTerms, Publisher
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from trainer.rollouts.passage import SCORES, Passage
+from trainer.rollouts.recorded_groups import require_nothing_lost
 from trainer.rollouts.stand_in import StandIn
 from trainer.runs import LONGEST_SECONDS, Runs, StartedRanks, await_result, read_steps
 
@@ -91,6 +94,9 @@ def apart(model: PreTrainedModel, answers: list[Answer]) -> float:
 
 
 STEPS = 4
+KILLS = 20
+# More than are done between kills.
+KILLED_STEPS = 60
 GRPO: dict[str, Any] = {
     "method": "GRPO",
     "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}]},
@@ -280,6 +286,67 @@ def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
         yield Asked(fleet, trained)
     finally:
         publisher.close()
+
+
+def test_an_update_that_a_killed_trainer_has_begun_is_ended_by_the_next_trainer(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    fleet = EngineFleet([engines[0].await_ready().url], EngineConnection(SECRET), LIMITS)
+    trained = make_model(7)
+    trial = ProbeTerms(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
+    publisher = Publisher(
+        fleet=fleet,
+        world=None,
+        transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds),
+        probe_terms=trial,
+    )
+    try:
+        # Each of them finds the update of the one before.
+        for version in range(20):
+            engines[0].post_or_fail("/pause", mode="keep")
+            engines[0].post_or_fail("/start_weight_update")
+            assert publisher.publish(version, iter(weights(trained, tmp_path / "first").items())).probe_mean < 1e-4
+    finally:
+        publisher.close()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_trainer_that_is_killed_at_twenty_moments_takes_each_prompt_once(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    runs, random = Runs(tmp_path), Random(45)
+    environ: dict[str, str] = {
+        Environment.ROLLOUT_URLS: engines[0].await_ready().url,
+        Environment.SECRET: SECRET,
+        Environment.HOST: "127.0.0.1",
+    }
+    ahead = {
+        "training": {"maxSteps": KILLED_STEPS},
+        "grpo": {
+            "maxNewTokens": 32,
+            "rewards": [{"name": "length"}],
+            "recordTokens": True,
+            "rollout": {"staleness": 1},
+        },
+        "checkpoint": {"keep": 1000},
+    }
+    job = merge_sections(GRPO, ahead)
+    try:
+        for attempt in range(1, KILLS + 1):
+            run = runs.start("killed", attempt=attempt, environ=environ, **job)
+            done = len(read_steps(run.folder))
+            # Every second kill follows a step, and hits any part of the next one; the others hit a start.
+            if attempt % 2:
+                await_result(lambda: len(read_steps(run.folder)) > done or not run.is_running(), "a step")  # noqa: B023
+            sleep(random.uniform(0, 3))
+            assert run.is_running(), run.read_log()
+            run.kill()
+        last = runs.run_to_end("killed", attempt=KILLS + 1, environ=environ, **job)
+    finally:
+        runs.close()
+    require_nothing_lost([last.folder], KILLED_STEPS)
+    assert {line["staleness"] for line in map(json.loads, (last.folder / "steps.jsonl").open())} == {0, 1}
 
 
 def test_what_an_engine_that_hangs_was_asked_is_answered_by_the_other(
