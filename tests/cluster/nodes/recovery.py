@@ -68,7 +68,7 @@ def _find_gang_pod(job: SubmittedJob, pod: Any) -> GangPod | None:
     leaders = _find_session_leaders(job.nodes.nodes[node].pids(metadata["uid"]))
     if 1 not in leaders:
         return None
-    ranks = [pid for inside, pid in leaders.items() if inside != 1 and _has_own_output(pid)]
+    ranks = [pid for inside, pid in leaders.items() if inside != 1 and _is_rank(pid)]
     return GangPod(metadata["name"], metadata["uid"], node, leaders[1], ranks[0] if ranks else None)
 
 
@@ -174,7 +174,7 @@ def _pod_index(pod: Any) -> int:
 
 
 def _find_session_leaders(pids: set[int]) -> dict[int, int]:
-    """The processes of a pod that lead a session, by number inside: the launcher is 1, ranks and stores lead one."""
+    """The processes of a pod that lead a session, by number inside: the launcher is 1; ranks lead one, among others."""
     leaders = {}
     for pid in pids:
         status = _read_process_status(pid)
@@ -189,16 +189,22 @@ def _find_session_leaders(pids: set[int]) -> dict[int, int]:
     return leaders
 
 
-def _has_own_output(pid: int) -> bool:
-    """Return whether a process writes elsewhere than its parent: ranks do, and the store where they meet does not."""
+def _is_rank(pid: int) -> bool:
+    """Return whether the leader of a session is a rank.
+
+    Ranks and the store where they meet come from the fork server, which is of the launcher's session; processes that
+    compute rewards come from a rank. The store writes where its parent does.
+    """
     parent = _read_process_status(pid).get("PPid", "")
+    if _read_process_status(parent).get("NSsid", "").split()[-1:] != ["1"]:
+        return False
     try:
         return Path(f"/proc/{pid}/fd/1").readlink() != Path(f"/proc/{parent}/fd/1").readlink()
     except OSError:
         return False
 
 
-def _read_process_status(pid: int) -> dict[str, str]:
+def _read_process_status(pid: int | str) -> dict[str, str]:
     """Return what the kernel says of a process; nothing once it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
