@@ -165,6 +165,11 @@ test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built)
 test-learning: $(trainer_built) #: Test on three seeds that GRPO learns, also from older answers
 	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
+# Twenty-two runs of forty steps, and an engine for each placement.
+test-learning-vllm: $(trainer_built) $(rollout_built) #: Test the same with vLLM; print the steps to the goal
+	@MOEJOB_LEARNING=full PYTHONPATH=tests $(trainer)/pytest -p trainer.parity.matrix -n 2 --dist loadgroup \
+		tests/trainer/rollouts/test_real_learning.py $(ARGS)
+
 # One process: the import of Megatron-Bridge takes as long as its tests.
 test-bridge: $(trainer_built) $(operator_built) ## Test conversion to and from Megatron's checkpoints
 	@$(call tested,$(trainer),tests/bridge)
@@ -352,7 +357,7 @@ clean: #: Remove the environments and build output; the cache stays
 	@find $(wildcard crds operator trainer rollout client cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help setup setup-gpu fmt lint types operator-types trainer-types rollout-types generate \
-	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \
+	verify test test-operator test-trainer test-bridge test-learning test-learning-vllm matrix test-gate real-models test-rollout \
 	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
 	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
 	pictures images bases wheels kind-demo lock try-next audit audit-images clean

@@ -1,4 +1,4 @@
-"""Prints what the cells of the matrices measured, as tables: `make matrix`. A pytest plugin.
+"""Prints what the cells of the matrices measured, as tables: `make matrix`, `make test-learning-vllm`. A pytest plugin.
 
 A test reports its numbers by `record_property(MATRIX, Entry.as_json)`; a cell without numbers has failed.
 """
@@ -12,16 +12,17 @@ from dataclasses import astuple, dataclass
 import pytest
 
 MATRIX = "matrix"
+_SMALL = 0.01
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: relative errors, in the order in which the table's title names them."""
+    """One cell: relative errors, or counts and shares, in the order in which the table's title names them."""
 
     table: str
     row: str
     column: str
-    errors: tuple[float, ...]
+    numbers: tuple[float, ...]
 
     @property
     def as_json(self) -> str:
@@ -29,9 +30,9 @@ class Entry:
         return json.dumps(astuple(self))
 
     @property
-    def format_errors(self) -> str:
-        """The errors, to one digit."""
-        return " ".join(f"{error:.0e}" if error else "0" for error in self.errors)
+    def format_numbers(self) -> str:
+        """The numbers: small ones to one digit."""
+        return " ".join(f"{number:.0e}" if 0 < number < _SMALL else f"{number:.4g}" for number in self.numbers)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -50,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def tabulate_entries(entries: Sequence[Entry]) -> Iterator[str]:
     """Rows and columns in the order in which they came."""
-    found = {(entry.row, entry.column): entry.format_errors for entry in entries}
+    found = {(entry.row, entry.column): entry.format_numbers for entry in entries}
     rows, columns = (list(dict.fromkeys(key[axis] for key in found)) for axis in (0, 1))
     table = [["", *columns], *([row, *(found.get((row, column), "") for column in columns)] for row in rows)]
     widths = [max(len(line[place]) for line in table) for place in range(len(columns) + 1)]

@@ -61,7 +61,8 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny-grpo.yaml"
 # What the model of the example learns, a smaller one learns in a fraction of the time.
 SMALLER: dict[str, Any] = {
     "hidden_size": 64,
-    "head_dim": 16,
+    # The least that vLLM computes on a CPU.
+    "head_dim": 32,
     "moe_intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_experts": 4,
