@@ -391,6 +391,12 @@ def test_the_list_of_commands_cuts_no_sentence_off() -> None:
     assert "plan      Say what a job takes, or why it is refused." in commands
 
 
+def test_chat_with_a_job_of_a_cluster_says_how_its_model_comes_here() -> None:
+    answer = moejob("chat", "my-job", "hello")
+    assert (answer.returncode, len(answer.stderr.splitlines())) == (78, 1)
+    assert "`moejob export my-job --out FOLDER` fetches that of a job" in answer.stderr
+
+
 def test_the_version_is_an_option_and_a_command() -> None:
     assert moejob("--version").stdout == moejob("version").stdout != ""
 

@@ -14,8 +14,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from documented import ROOT
+from engines import PYTHON as ROLLOUT_PYTHON
 from moejob_api.contract.chat import ChatMessage, ChatReply, ChatRequest, parse_reply, request_line
 from moejob_api.contract.texts import escaped_lines
+from real_models import DENSE, find_real_model
 from trainer import random_model
 
 MOEJOB = ROOT / ".venv/operator/bin/moejob"
@@ -96,6 +98,20 @@ def test_a_prompt_of_the_command_line_or_of_a_pipe_is_answered_once(model: Path,
         )
         assert answered.returncode == 0, answered.stderr
         assert answered.stdout.removesuffix("\n").removesuffix(" […]") == escaped_lines(generate(model, QUESTION))
+
+
+@pytest.mark.thorough
+def test_vllm_answers_as_transformers_does() -> None:
+    folder = find_real_model(DENSE)
+    answered = subprocess.run(
+        [MOEJOB, "chat", folder, QUESTION, "--engine", "vllm", "--max-tokens", str(TOKENS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"MOEJOB_TRAINER_PYTHON": sys.executable, "MOEJOB_ROLLOUT_PYTHON": str(ROLLOUT_PYTHON)},
+    )
+    assert answered.returncode == 0, answered.stderr
+    assert answered.stdout.removesuffix("\n").removesuffix(" […]") == escaped_lines(generate(folder, QUESTION))
 
 
 def test_a_person_asks_until_end_of_file(model: Path) -> None:

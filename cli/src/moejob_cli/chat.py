@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -30,7 +31,8 @@ from moejob_api.contract.chat import (
 )
 from moejob_api.contract.pods import RunFile, escaped_lines
 from moejob_cli.interchange import ADAPTERS, CONFIG, CheckpointChoice, export_checkpoint
-from moejob_cli.notices import print_notice
+from moejob_cli.job_names import is_job_name
+from moejob_cli.notices import print_notice, show_duration
 from moejob_cli.option_types import ChatEngine
 from moejob_cli.running.machine import CannotRun, find_local_machine
 
@@ -111,15 +113,19 @@ def start_chat(
             stderr=errors,
             text=True,
             env=dict(environ),
-            # Ctrl-C is for the command, which ends the program.
+            # Ctrl-C is for the command, which ends the program and what that has started.
             start_new_session=True,
         )
         try:
             chat = ChatProcess(process, errors, options)
-            chat.await_model()
+            # Neither vLLM nor Transformers says how much of a model is loaded.
+            with show_duration("loading the model"):
+                chat.await_model()
             yield chat
         finally:
-            process.kill()
+            # vLLM computes in a process of its own, which holds pipes and GPU, and outlives the one that began it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
 
@@ -149,7 +155,10 @@ def find_model(place: Path, environ: Mapping[str, str] = os.environ) -> Iterator
     if (place / ADAPTERS).is_file():
         raise CannotRun(f"{place} holds adapters; name their run, or `moejob export RUN --merge-adapters --out FOLDER`")
     if not (place / RunFile.SPEC).is_file():
-        raise CannotRun(f"{place} is neither a run folder nor an exported model; name one of them")
+        fix = (
+            f"`moejob export {place} --out FOLDER` fetches that of a job" if is_job_name(place) else "name one of them"
+        )
+        raise CannotRun(f"{place} is neither a run folder nor an exported model; {fix}")
     with tempfile.TemporaryDirectory(prefix="moejob-chat-") as temporary:
         out = Path(temporary) / "model"
         print_notice(f"exporting the newest checkpoint of {place}")

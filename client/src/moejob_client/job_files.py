@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moejob_client.job_volume import JobVolume
 
 _SAMPLE_FILE = re.compile(r"samples/(?P<kind>eval-)?step-(?P<step>[0-9]{1,12})\.jsonl")
+_WRITERS = "grpo.loggedAnswers writes those of steps, evaluations with prompts theirs, which --eval prints"
 _BILLION = 1_000_000_000
 # Of a line of the step log; mostly it has 600.
 _LONGEST_STEP_BYTES = 4096
@@ -52,9 +53,9 @@ def choose_samples(names: Iterable[str], step: int | None, *, is_evaluation: boo
     steps = {int(match["step"]): match[0] for match in matches if match and bool(match["kind"]) == is_evaluation}
     chosen = max(steps, default=None) if step is None else step
     if chosen is None or chosen not in steps:
-        others = f"; there are those of {', '.join(map(str, sorted(steps)))}" if steps else ""
+        others = f"there are those of {', '.join(map(str, sorted(steps)))}" if steps else _WRITERS
         place = "any step" if chosen is None else f"step {chosen}"
-        raise JobRequestError(RequestFailure.NO_FILE, f"there are no answers of {place}{others}")
+        raise JobRequestError(RequestFailure.NO_FILE, f"there are no answers of {place}; {others}")
     return chosen, steps[chosen]
 
 

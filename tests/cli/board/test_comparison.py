@@ -52,6 +52,16 @@ def test_curves_are_compared_over_their_common_steps(curves: list[dict[int, floa
     assert compare_curves("loss", curves) == expected
 
 
+def test_a_run_that_has_not_written_its_job_yet_differs_in_no_field(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", "first", {1: 2.0})
+    second = write_run(tmp_path / "second", "second", {1: 2.0}, training={"maxSteps": 7})
+    starting = write_run(tmp_path / "starting", "starting", {})
+    (starting / "spec.json").unlink()
+    lines = compare(first, second, starting).stdout.splitlines()
+    assert lines[:2] == ["not written yet: the job of starting", "1 field differs"]
+    assert lines[3].split()[2:] == ["7", "–"]
+
+
 def test_a_field_that_one_job_lacks_differs() -> None:
     assert [(each.path, each.values) for each in compare_fields([{"a": "1", "b": "2"}, {"a": "1", "c": "3"}])] == [
         ("b", ("2", None)),

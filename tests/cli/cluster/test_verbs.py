@@ -123,7 +123,8 @@ def test_steps_and_answers_of_a_run_of_this_machine_need_no_cluster(tmp_path: Pa
     assert run_here("steps", str(tmp_path), "-o", "json") == (0, '{"step": 1, "loss": 2.5}\n')
     assert run_here("samples", str(tmp_path)) == (0, "--- step 3  reward 1\nprompt: 2+2?\nanswer: 4\n")
     code, output = run_here("samples", str(tmp_path), "--eval")
-    assert (code, output) == (3, "error: there are no answers of any step\n")
+    fix = "grpo.loggedAnswers writes those of steps, evaluations with prompts theirs, which --eval prints"
+    assert (code, output) == (3, f"error: there are no answers of any step; {fix}\n")
     (tmp_path / "steps.jsonl").unlink()
     assert run_here("steps", str(tmp_path))[0] == 3
 

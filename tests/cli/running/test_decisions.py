@@ -378,6 +378,7 @@ def test_the_phase_of_a_pod_is_read(text: str, expected: tuple[RunPhase | None, 
 def test_a_first_step_waits_for_a_separate_engine_that_has_ended() -> None:
     ends = "engine 2 has ended once"
     for phase, expected in (
+        (RunPhase.AWAITING_ENGINES, f"waiting for engines: {ends}"),
         (RunPhase.FIRST_STEP, f"waiting for engines: {ends}"),
         (RunPhase.BUILDING, "building the model"),
         (RunPhase.STEPPING, None),

@@ -71,6 +71,8 @@ class RunComparison:
     last_steps: tuple[int | None, ...]
     common_steps: int
     fields: tuple[FieldDifference, ...]
+    # Runs that have not written their job yet.
+    without_job: tuple[str, ...]
     curves: tuple[CurveDifference, ...]
 
 
@@ -82,19 +84,23 @@ def compare_runs(runs: Sequence[RunFiles], metrics: Sequence[str] | None = None)
     compared_metrics = [name for name in (names if metrics is None else metrics) if name in names]
     steps = [set(_read_curve(run, "step")) for run in runs]
     curves = [compare_curves(name, [_read_curve(run, name) for run in runs]) for name in compared_metrics]
+    labels, jobs = _run_labels(runs), [run.job_fields() for run in runs]
     return RunComparison(
-        tuple(_run_labels(runs)),
+        tuple(labels),
         tuple(max(run_steps, default=None) for run_steps in steps),
         len(set.intersection(*steps)),
-        compare_fields([run.job_fields() for run in runs]),
+        compare_fields(jobs),
+        tuple(label for label, job in zip(labels, jobs, strict=True) if not job),
         tuple(curves),
     )
 
 
 def compare_fields(jobs: Sequence[dict[str, str]]) -> tuple[FieldDifference, ...]:
-    """Return the fields in which jobs differ, by path."""
-    rows = ((path, tuple(job.get(path) for job in jobs)) for path in sorted({path for job in jobs for path in job}))
-    return tuple(FieldDifference(path, values) for path, values in rows if len(set(values)) > 1)
+    """Return the fields in which jobs differ, by path. A job that is not written yet, and so empty, differs in none."""
+    written = [job for job in jobs if job]
+    paths = sorted({path for job in written for path in job})
+    differing = (path for path in paths if len({job.get(path) for job in written}) > 1)
+    return tuple(FieldDifference(path, tuple(job.get(path) for job in jobs)) for path in differing)
 
 
 def compare_curves(metric: str, curves: Sequence[Curve]) -> CurveDifference:
@@ -140,7 +146,9 @@ def comparison_document(comparison: RunComparison) -> dict[str, Any]:
 
 def _report_parts(comparison: RunComparison) -> Iterator[RenderableType]:
     count = len(comparison.fields)
-    yield Text(f"{count} fields differ" if count > 1 else "1 field differs" if count else "the jobs are equal")
+    if comparison.without_job:
+        yield Text(f"not written yet: the job of {', '.join(comparison.without_job)}")
+    yield Text(f"{count} fields differ" if count > 1 else "1 field differs" if count else "no field differs")
     if comparison.fields:
         yield _plain_table(
             ["field", *comparison.runs],

@@ -177,7 +177,8 @@ def _view_words(view: RunView) -> list[str]:
     words = [_step_words(view)]
     if view.doing is not None:
         share = "" if view.doing_percentage is None else f" {view.doing_percentage} %"
-        words.append(f"{view.doing}{share} for {duration_words(view.doing_seconds)}")
+        duration = f" for {duration_words(view.doing_seconds)}" if view.doing_seconds >= 1 else ""
+        words.append(f"{view.doing}{share}{duration}")
     if view.lines:
         words += [_score_words(view.lines[-1]), *signal_words(view.lines[-1])]
     speed, remaining_seconds = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)

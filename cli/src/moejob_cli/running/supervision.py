@@ -331,7 +331,8 @@ def current_phase(pods: tuple[PodReport, ...], engine_ends: str = "") -> tuple[s
     for pod in pods:
         if pod.is_running and pod.progress is not None and pod.progress.phase is not None:
             phase, percentage = parse_phase(pod.progress.phase) or (RunPhase.STEPPING, None)
-            ends = parse_engine_ends(pod.progress.phase) or (engine_ends if phase is RunPhase.FIRST_STEP else "")
+            awaits_engines = phase in (RunPhase.AWAITING_ENGINES, RunPhase.FIRST_STEP)
+            ends = parse_engine_ends(pod.progress.phase) or (engine_ends if awaits_engines else "")
             if phase is not RunPhase.STEPPING:
                 text = f"{RunPhase.AWAITING_ENGINES}: {ends}" if ends else phase.value
                 return text, percentage, pod.progress.phase_seconds or 0.0

@@ -409,9 +409,10 @@ async function showCompare(view) {
   const numbers = shownRuns();
   if (numbers.length < 2) { view.replaceChildren(make("p", { class: "quiet" }, state.runs.length > 1 ? "Tick a second run on the left: its job is compared with this one." : "There is one run here; name several to compare them.")); return; }
   const runs = await Promise.all(numbers.map(loadDetails));
-  const paths = [...new Set(runs.flatMap((run) => Object.keys(run.fields)))].filter((path) => new Set(runs.map((run) => run.fields[path])).size > 1).sort();
+  const written = runs.filter((run) => Object.keys(run.fields).length), waiting = runs.filter((run) => !written.includes(run)).map((run) => run.name);
+  const paths = [...new Set(runs.flatMap((run) => Object.keys(run.fields)))].filter((path) => new Set(written.map((run) => run.fields[path])).size > 1).sort();
   const rows = paths.map((path) => make("tr", {}, make("td", {}, path), ...runs.map((run) => make("td", {}, run.fields[path] ?? "–"))));
-  view.replaceChildren(make("h2", {}, paths.length ? paths.length + (paths.length > 1 ? " fields differ" : " field differs") : "The jobs are equal"), make("div", { class: "scroll" }, make("table", {}, make("tr", {}, make("th", {}, "field"), ...runs.map((run) => make("th", {}, run.name))), ...rows)));
+  view.replaceChildren(make("h2", {}, paths.length ? paths.length + (paths.length > 1 ? " fields differ" : " field differs") : "No field differs"), make("p", { class: "quiet" }, waiting.length ? "Not written yet: the job of " + waiting.join(", ") : ""), make("div", { class: "scroll" }, make("table", {}, make("tr", {}, make("th", {}, "field"), ...runs.map((run) => make("th", {}, run.name))), ...rows)));
 }
 
 // --- frame -----------------------------------------------------------------------------------------------------------
