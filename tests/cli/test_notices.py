@@ -1,4 +1,4 @@
-"""How long a command waits for what tells no share: lines for a log, one line of a terminal."""
+"""The duration of a work that tells no share: lines for a log, one line of a terminal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def print_notice(words: str) -> None:
 
 @contextmanager
 def show_duration(work: str, line_seconds: int = _LINE_SECONDS) -> Iterator[None]:
-    """Show how long a work has taken whose share nobody knows: on a terminal each second, else a line now and then."""
+    """Show how long a work of unknown share has taken: on a terminal each second, else a line now and then."""
     is_terminal, end = sys.stderr.isatty(), threading.Event()
 
     def show_seconds() -> None:

@@ -101,6 +101,13 @@ def test_a_colocated_engine_that_ends_again_and_again_is_named() -> None:
     assert world.status.why.message == "engine 1 has ended 4 times"
 
 
+def test_the_share_of_engines_that_have_started_is_shown() -> None:
+    world = running()
+    text = phase_text(RunPhase.AWAITING_ENGINES, 0.5)
+    report_phase(world, text, text)
+    assert column(world) == "Waiting for engines 50 %"
+
+
 def test_a_short_phase_is_not_written() -> None:
     world = running()
     before = world.status

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from aiohttp import web
 
 from builders import spec
 from moejob_api.contract.answers import AnswerRequest, WeightSpan
+from moejob_api.contract.pods import RunPhase
 from moejob_trainer.rollouts.connection import EngineConnection, RequestRefused
 from moejob_trainer.rollouts.fleet import AnswerFailed, EngineFleet, FleetGenerator, FleetLimits, NoEngineAvailable
 from moejob_trainer.rollouts.interface import Answer, GenerationRequest, SamplingParams
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
-from moejob_trainer.setup.rollouts import fleet_limits
+from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard
+from moejob_trainer.setup.rollouts import engine_start_report, fleet_limits
 from trainer.rollouts.stand_in import StandIn, until
 
 LABEL = WeightsLabel(3, "here")
@@ -101,6 +104,55 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_engine() -> None:
     requests_to_stop.append("SIGTERM")
     ready.join(60)
     assert found == [()]
+    connection.close()
+
+
+def read_phase(board: HeartbeatBoard) -> tuple[RunPhase | None, float | None]:
+    [row] = board.read()
+    return row.phase, row.phase_share
+
+
+@pytest.mark.parametrize(("away", "share"), [(1, 0.5), (2, 0.0)])
+def test_the_share_of_engines_that_have_started_is_a_phase_of_the_rank(tmp_path: Path, away: int, share: float) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    heartbeat.enter_phase(RunPhase.FIRST_STEP)
+    engines = [StandIn(), StandIn()]
+    for engine in engines[:away]:
+        engine.stop()
+    connection = EngineConnection("secret")
+    urls = [engine.url for engine in engines]
+    fleet = EngineFleet(urls, connection, LIMITS, report_ready=engine_start_report(heartbeat))
+    ready = threading.Thread(target=lambda: connection.run(fleet.wait_for_engines(600)), daemon=True)
+    ready.start()
+    until(lambda: read_phase(board) == (RunPhase.AWAITING_ENGINES, share), "the share of engines")
+    for engine in engines[:away]:
+        engine.start()
+    ready.join(60)
+    assert read_phase(board) == (RunPhase.FIRST_STEP, None)
+    connection.close()
+    for engine in engines:
+        engine.close()
+
+
+def test_of_one_engine_the_phase_has_no_share_and_a_later_wait_is_no_phase(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    stopped: list[str] = []
+    connection = EngineConnection("secret")
+    # No server listens there.
+    fleet = EngineFleet(
+        ["http://127.0.0.1:9"], connection, LIMITS, lambda: bool(stopped), engine_start_report(heartbeat)
+    )
+    waiting = threading.Thread(target=lambda: connection.run(fleet.wait_for_engines(600)), daemon=True)
+    waiting.start()
+    until(lambda: read_phase(board) == (RunPhase.AWAITING_ENGINES, None), "the phase")
+    stopped.append("SIGTERM")
+    waiting.join(60)
+    heartbeat.enter_phase(RunPhase.STEPPING)
+    fleet.label = LABEL
+    assert connection.run(fleet.wait_for_engines(600)) == ()
+    assert read_phase(board) == (RunPhase.STEPPING, None)
     connection.close()
 
 

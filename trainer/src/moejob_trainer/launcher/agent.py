@@ -193,7 +193,8 @@ class Agent:
 
     def _phase_text(self, phase: RunPhase, share: float | None) -> str:
         """Return the phase as it is reported: ranks whose engines end in the first step wait for these."""
-        ends = engine_ends_text(self._ranks.engine_ends) if phase is RunPhase.FIRST_STEP else ""
+        awaits_engines = phase in (RunPhase.AWAITING_ENGINES, RunPhase.FIRST_STEP)
+        ends = engine_ends_text(self._ranks.engine_ends) if awaits_engines else ""
         return f"{RunPhase.AWAITING_ENGINES}: {ends}" if ends else phase_text(phase, share)
 
     def _enter_phase(self, phase: RunPhase) -> None:

@@ -30,6 +30,7 @@ from moejob_trainer.rollouts.wire import (
     is_trainer_label,
     read_answer,
 )
+from moejob_trainer.runtime.heartbeats import ShareReport, ignore_share
 from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
@@ -124,9 +125,12 @@ class EngineFleet:
         connection: EngineConnection,
         limits: FleetLimits,
         is_stopping: Callable[[], bool] = lambda: False,
+        report_ready: ShareReport = ignore_share,
     ) -> None:
         # The run is asked to stop: no engine is waited for.
         self._is_stopping = is_stopping
+        # Hears how many engines have started, of how many, before they have weights; at the end of the wait all count.
+        self._report_ready = report_ready
         self.engines = tuple(RolloutEngine(url) for url in urls)
         self.connection, self.limits = connection, limits
         self.label: WeightsLabel | None = None
@@ -335,6 +339,14 @@ class EngineFleet:
         In the middle of a run an engine that is away may never return; if it does, it gets the weights then, or with
         the next publication. Ranks that are restarted in the middle of a run wait a while for all engines.
         """
+        is_start = self.label is None
+        try:
+            return await self._look_for_engines(seconds, self._report_ready if is_start else ignore_share)
+        finally:
+            if is_start:
+                self._report_ready(len(self.engines), len(self.engines))
+
+    async def _look_for_engines(self, seconds: float, report_ready: ShareReport) -> tuple[RolloutEngine, ...]:
         began_at, reported = time.monotonic(), ""
         while True:
             ready = await _filter_engines(self.engines, self._is_ready)
@@ -345,6 +357,7 @@ class EngineFleet:
                 return ready
             if waited >= seconds:
                 raise NoEngineAvailable(f"no engine is ready after {seconds:g} s: {self.describe_problems()}")
+            report_ready(len(ready), len(self.engines))
             reported = self._report_waiting(reported, ready)
             await asyncio.sleep(self.limits.look_seconds)
 

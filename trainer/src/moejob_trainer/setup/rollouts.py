@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from moejob_api.contract.engines import separate_engines, weight_transport
-from moejob_api.contract.pods import Environment, weights_key
+from moejob_api.contract.pods import Environment, RunPhase, weights_key
 from moejob_api.job import Spec
 from moejob_api.job.grpo import CacheAcrossVersions, ProbeMismatch, WeightTransport
 from moejob_api.job.resources import Accelerator
@@ -36,6 +36,7 @@ from moejob_trainer.rollouts.transports.broadcast import (
 from moejob_trainer.rollouts.transports.buckets import BucketRanks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export_ipc_handle
+from moejob_trainer.runtime.heartbeats import Heartbeat, ShareReport
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.grpo import RolloutEngines
 from moejob_trainer.setup.prompts import RunPrompts
@@ -59,6 +60,7 @@ def connect_engines(
             EngineConnection(os.environ.get(Environment.SECRET)),
             limits,
             context.stop.is_requested,
+            engine_start_report(context.heartbeat),
         )
         if is_first
         else None
@@ -77,6 +79,24 @@ def connect_engines(
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet, salts_cache=keeps_cache(context.spec))
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
+
+
+def engine_start_report(heartbeat: Heartbeat) -> ShareReport:
+    """Return what shows the start of engines as a phase of this rank, with the share of engines that have started.
+
+    How far the start of one engine is cannot be asked: vLLM listens when it is done, and the bars of its log are no
+    interface. Of a run with one engine the phase has its seconds alone.
+    """
+
+    def report_ready(ready: int, total: int) -> None:
+        if ready == total:
+            heartbeat.enter_phase(RunPhase.FIRST_STEP)
+            return
+        heartbeat.enter_phase(RunPhase.AWAITING_ENGINES)
+        if total > 1:
+            heartbeat.report_share(ready, total)
+
+    return report_ready
 
 
 def keeps_cache(spec: Spec) -> bool:
