@@ -14,7 +14,8 @@ from moejob_api.crd.immutability import immutable_fields
 from moejob_api.crd.structural import Schema
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.job.fields import JobField, job_fields
-from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
+from moejob_api.rules.object_rules import OBJECT_RULES
+from moejob_api.rules.object_rules.object_rule import ObjectRule
 
 NAME = f"{PLURAL}.{GROUP}"
 SEPARATOR = "; "

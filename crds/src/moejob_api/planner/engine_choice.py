@@ -25,7 +25,7 @@ from moejob_api.planner.cost.staleness import staleness_time
 from moejob_api.planner.memory.engine import EngineMemory, estimate_engine_among
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import readable_bytes
-from moejob_api.rules.object_rules import MOST_STALENESS
+from moejob_api.rules.object_rules.grpo_rules import MOST_STALENESS
 from moejob_api.rules.rollout_rules import can_divide_model
 
 # Eighths of the GPUs that separate engines may get.

@@ -29,7 +29,7 @@ from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, quantity_bytes, readable_bytes
 from moejob_api.rules import GRID_RULES, layout_problems
 from moejob_api.rules.idle_fields import idle_fields
-from moejob_api.rules.object_rules import MAX_GPUS
+from moejob_api.rules.object_rules.object_rule import MAX_GPUS
 
 if TYPE_CHECKING:
     from moejob_api.planner.suggestions import LayoutFit, Suggestion

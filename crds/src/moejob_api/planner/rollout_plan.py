@@ -21,7 +21,7 @@ from moejob_api.planner.cost.rates import GpuMachine
 from moejob_api.planner.cost.rollout import RolloutTime
 from moejob_api.planner.cost.staleness import StalenessTime
 from moejob_api.planner.plan import Plan
-from moejob_api.rules.object_rules import MOST_STALENESS
+from moejob_api.rules.object_rules.grpo_rules import MOST_STALENESS
 
 # Further values of rollout.staleness that are compared.
 COMPARED = (0, 1, 2, 4, 8)
