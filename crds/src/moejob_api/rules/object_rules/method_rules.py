@@ -1,4 +1,4 @@
-"""What SFT takes and GRPO does not, and the reverse."""
+"""Data, shapes and memory settings that belong to one of SFT and GRPO."""
 
 from __future__ import annotations
 
