@@ -131,6 +131,6 @@ TEXT_ALONE = PublishedParts()
 def read_other_parts(template: Path, find_weights: Callable[[], Path]) -> PublishedParts:
     """Find the parts beside the text of the model that a template describes, and its published weights have."""
     config = read_json(template / "config.json")
-    if not isinstance(config, dict) or config.get("model_type") not in TEXT_PARTS:
+    if not isinstance(config, dict) or str(config.get("model_type")) not in TEXT_PARTS:
         return TEXT_ALONE
     return PublishedParts(open_dequantized(find_weights()))

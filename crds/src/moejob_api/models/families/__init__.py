@@ -95,7 +95,7 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
 
 def _refuse_split_text(config: Mapping[str, Any], origin: str) -> None:
     """Refuse a model of several parts whose text is not where it should be, or not the model's."""
-    name, text, classes = config.get("model_type"), config.get("text_config"), config.get("architectures")
+    name, text, classes = str(config.get("model_type")), config.get("text_config"), config.get("architectures")
     if name not in TEXT_PARTS:
         return
     if not isinstance(text, Mapping):
