@@ -36,6 +36,11 @@ ALL = (*VERBS, SUBMIT, SWEEP)
 DOCTOR = ["doctor"]
 
 
+def name_verb(verb: list[str]) -> str:
+    """The word that a test of this verb is found by."""
+    return "sweep" if verb is SWEEP else verb[0]
+
+
 def start_verb(kubeconfig: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
     return subprocess.Popen(
@@ -193,14 +198,14 @@ def test_ctrl_c_ends_what_follows_a_job_and_leaves_the_job_alone(
     assert "deletionTimestamp" not in control_plane.api.get(jobs.path(namespace, name))["metadata"]
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", VERBS, ids=name_verb)
 def test_a_missing_job_is_one_sentence(control_plane: ControlPlane, namespace: str, verb: list[str]) -> None:
     code, output, errors = run_verb(control_plane.kubeconfig, *verb, "-n", namespace)
     assert (code, len(errors.splitlines())) == (3, 1), output
     assert '"job" not found; `moejob get` lists the jobs' in errors
 
 
-@pytest.mark.parametrize("verb", ALL, ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", ALL, ids=name_verb)
 def test_missing_rights_are_one_sentence(control_plane: ControlPlane, namespace: str, verb: list[str]) -> None:
     stranger = control_plane.service_account_kubeconfig(namespace, "default")
     code, _, errors = run_verb(stranger, *verb)
@@ -221,7 +226,7 @@ def test_doctor_finds_the_definition_and_the_rights_of_a_stranger(control_plane:
     assert "unknown  nodes" in output
 
 
-@pytest.mark.parametrize("verb", [*ALL, DOCTOR], ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", [*ALL, DOCTOR], ids=name_verb)
 def test_an_api_server_that_is_not_there_is_one_sentence(
     control_plane: ControlPlane, tmp_path: Path, verb: list[str]
 ) -> None:

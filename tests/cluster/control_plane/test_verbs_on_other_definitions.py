@@ -14,7 +14,7 @@ from cluster.control_plane.conftest import DEFINITION
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.control_plane.releases import fields_of
-from cluster.control_plane.test_verbs import ALL, DOCTOR, SUBMIT, run_verb
+from cluster.control_plane.test_verbs import ALL, DOCTOR, SUBMIT, name_verb, run_verb
 from cluster.waiting import until
 
 pytestmark = pytest.mark.cluster
@@ -64,7 +64,7 @@ def publishes_schema(plane: ControlPlane) -> bool:
         return False
 
 
-@pytest.mark.parametrize("verb", ALL, ids=" ".join)
+@pytest.mark.parametrize("verb", ALL, ids=name_verb)
 def test_a_cluster_without_the_definition_is_one_sentence(plane: ControlPlane, verb: list[str]) -> None:
     code, _, errors = run_verb(plane.kubeconfig, *verb, AT)
     assert (code, len(errors.splitlines())) == (3, 1), errors
