@@ -263,6 +263,10 @@ bench-recovery: $(operator_built) $(trainer_built) #: Measure how long a job sta
 bench-hostile: $(operator_built) $(trainer_built) $(rollout_built) #: Measure hostile reviews, and each listener under attack
 	@PYTHONPATH=tests $(operator)/python -W ignore -m benchmarks.hostile $(ARGS)
 
+# Needs root. ARGS="--only watch" takes a control plane alone and, like --dry, records nothing.
+bench-steering: $(operator_built) $(trainer_built) #: Measure verbs on a cluster, and a submit until the first loss
+	@PYTHONPATH=tests:scripts $(operator)/python -m benchmarks.steering $(ARGS)
+
 bench-trainer: $(trainer_built) #: Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
@@ -359,5 +363,5 @@ clean: #: Remove the environments and build output; the cache stays
 .PHONY: help setup setup-gpu fmt lint types operator-types trainer-types rollout-types generate \
 	verify test test-operator test-trainer test-bridge test-learning test-learning-vllm matrix test-gate real-models test-rollout \
 	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
-	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
+	bench-operator bench-recovery bench-hostile bench-steering bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
 	pictures images bases wheels kind-demo lock try-next audit audit-images clean

@@ -1,6 +1,6 @@
-"""Seconds from `moejob submit` to the first loss on two real nodes, and the cost of `moejob watch` over 200 jobs.
+"""Seconds from `moejob submit` to the first loss on two real nodes, and the cost of verbs beside 200 jobs.
 
-    PYTHONPATH=tests:scripts python -m benchmarks.steering [--only watch|submit] [--times N] [--dry]
+    make bench-steering [ARGS="--only watch|submit --times N --dry"]
 
 `watch` needs a control plane alone; `submit` needs real nodes, hence root and Go.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ NAMESPACE = "default"
 REPORT_SECONDS = 30.0
 MEASURED_SECONDS = 60.0
 CORE_SHARE = 5.0
+START_SECONDS = 0.25
+STARTS = 15
 FIRST_LOSS_SECONDS = 30.0
 
 
@@ -74,6 +76,7 @@ def measure_watch(folder: Path) -> list[Result]:
         for number in range(WATCHED_JOBS):
             plane.api.create(jobs.path(NAMESPACE), jobs.body(f"job-{number:03d}"))
             _write_step(plane, number, 0)
+        starts = list(_measure_starts(plane))
         since = plane.audit_log.stat().st_size
         with _running_watch(plane, folder / "lines") as process:
             until(lambda: len((folder / "lines").read_text().splitlines()) > WATCHED_JOBS, waiting_for="all jobs")
@@ -83,11 +86,43 @@ def measure_watch(folder: Path) -> list[Result]:
         lines = len((folder / "lines").read_text().splitlines())
     say(f"{lines} lines, {len(watches)} watch connection(s)")
     return [
+        *starts,
         Result(BENCH, "watch of 200 jobs: connections", len(watches), "", Better.LOWER, 1),
         Result(BENCH, "watch of 200 jobs: start, and each job once", started, "s of CPU", Better.LOWER),
         Result(BENCH, "watch of 200 jobs, each changes every 30 s", shares[0], "% of a core", Better.LOWER, CORE_SHARE),
         Result(BENCH, "watch of 200 jobs, each changes every 4 s", shares[1], "% of a core", Better.LOWER),
     ]
+
+
+def _measure_starts(plane: ControlPlane) -> Iterator[Result]:
+    """Measure verbs on one job beside an empty Python, in turns: what a machine does otherwise hits all of them."""
+    at, job = ("-n", NAMESPACE), "job-000"
+    commands = {
+        "an empty Python": ("-c", "pass"),
+        **{f"moejob {verb}": ("-m", "moejob_cli", verb, job, *at) for verb in ("get", "why", "suspend", "resume")},
+    }
+    taken: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(STARTS):
+        for name, command in commands.items():
+            taken[name].append(_run_for_cpu_seconds(plane, command))
+    for name, seconds in taken.items():
+        target = None if name == "an empty Python" else START_SECONDS
+        spread = (min(seconds), max(seconds))
+        yield Result(BENCH, f"start and end: {name}", median(seconds), "s of CPU", Better.LOWER, target, spread=spread)
+
+
+def _run_for_cpu_seconds(plane: ControlPlane, command: Sequence[str]) -> float:
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"KUBECONFIG": str(plane.kubeconfig)},
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}")
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager
