@@ -36,7 +36,7 @@ def announce_closing(app: App) -> App:
     know sends its next request there, and loses it.
     """
 
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve_announced(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_announced(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -44,4 +44,4 @@ def announce_closing(app: App) -> App:
 
         await app(scope, receive, send_announced)
 
-    return serve
+    return serve_announced

@@ -56,11 +56,11 @@ class TextTensors:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors by name."""
-        return {name: place.tensor for name, place in self._places.items()}
+        return {name: place.tensor for name, place in self._places_by_name.items()}
 
     def read(self, name: str, part: Slices) -> Tensor:
         """One part of a tensor."""
-        place = self._places[name]
+        place = self._places_by_name[name]
         if place.expert is None:
             return self.source.read(place.name, part)
         rows, columns = part
@@ -68,7 +68,7 @@ class TextTensors:
         return self.source.read(place.name, (slice(place.expert, place.expert + 1), rows, columns))[0]
 
     @cached_property
-    def _places(self) -> Mapping[str, StoredPlace]:
+    def _places_by_name(self) -> Mapping[str, StoredPlace]:
         return {name: place for stored in self.source.tensors.items() for name, place in _stored_places(*stored)}
 
 

@@ -14,10 +14,10 @@ def _one_checkpoint_rhythm(spec: Spec) -> Complaint:
     return "everySteps and everyMinutes are both given; keep one"
 
 
-def _run_to_go_on_with(spec: Spec) -> Complaint:
+def _run_to_continue(spec: Spec) -> Complaint:
     if spec.checkpoint.resume is ResumeMode.WEIGHTS or spec.checkpoint.resume_from is not None:
         return None
-    return "resume Run goes on with another job's run, and resumeFrom names none; name it, or leave out resume"
+    return "resume Run continues another job's run, and resumeFrom names none; name it, or leave out resume"
 
 
 def _one_volume(spec: Spec) -> Complaint:
@@ -39,7 +39,7 @@ STORAGE_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.CONFLICT,
         "spec.checkpoint.resume",
-        _run_to_go_on_with,
+        _run_to_continue,
         # The section's own default is judged before its fields have theirs.
         "!has(self.resume) || self.resume == 'Weights' || has(self.resumeFrom)",
         "resume Run needs resumeFrom",
