@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,9 +44,28 @@ _LARGE_SIZES = {
 }
 
 
+class NoStepsError(RuntimeError):
+    """A variant made no step behind the first ones."""
+
+
 def main() -> int:
     """Run the variants, and print the means of each and the speed beside the first."""
-    options = _parse_options()
+    try:
+        for summary in measure_variants(parse_options(sys.argv[1:])):
+            sys.stdout.write(f"{json.dumps(summary)}\n")
+            sys.stdout.flush()
+    except NoStepsError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def measure_variants(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run one variant after the other, and yield the means of each and the speed beside the first.
+
+    Raises:
+        NoStepsError: A variant failed or took too long.
+    """
     model = _write_model(options)
     seconds_of_first: float | None = None
     for variant in options.variants:
@@ -56,17 +75,14 @@ def main() -> int:
         run = run_job(job, variant, (options.work / variant, options.out), options.gpus, limits)
         measured_steps = run.steps[_WARM_UP_STEPS:]
         if not measured_steps:
-            sys.stdout.write(f"{variant}: exit {run.code}, {len(run.steps)} steps\n{log_tails(variant, options.out)}\n")
-            return 1
+            raise NoStepsError(f"{variant}: exit {run.code}, {len(run.steps)} steps\n{log_tails(variant, options.out)}")
         summary = summarize_steps(measured_steps)
         seconds_of_first = seconds_of_first or summary["stepSeconds"]
-        line = {"variant": variant, **summary, "speed": round(seconds_of_first / summary["stepSeconds"], 3)}
-        sys.stdout.write(f"{json.dumps(line)}\n")
-        sys.stdout.flush()
-    return 0
+        yield {"variant": variant, **summary, "speed": round(seconds_of_first / summary["stepSeconds"], 3)}
 
 
-def _parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
     parser.add_argument("--work", type=Path, default=Path("/tmp/moejob-ahead"), help="folder of model and runs")
@@ -87,7 +103,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--answer-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=560, help="after these a run is ended")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _write_model(options: argparse.Namespace) -> Path:

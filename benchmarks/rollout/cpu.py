@@ -3,17 +3,17 @@
     python -m benchmarks.rollout.cpu
 
 Our client with one engine and vLLM alone take turns with the same prompts, each idle while the other generates. Steps
-are those of a job that `moejob run` trains. Nothing is learned: weights are random.
+are those of `benchmarks.rollout.ahead`, synchronous and with staleness. Nothing is learned: weights are random.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from benchmarks.record import Better, Result, record
+from benchmarks.rollout.ahead import measure_variants, parse_options
 from benchmarks.rollout.models import write_model
 from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
-from engines import PYTHON, ROOT, SECRET, Engine
+from engines import PYTHON, SECRET, Engine
 from moejob_api.contract.pods import weights_key
 from moejob_trainer.rollouts.connection import EngineConnection
 from moejob_trainer.rollouts.fleet import EngineFleet, FleetGenerator, FleetLimits
@@ -37,7 +38,10 @@ from moejob_trainer.rollouts.transports.buckets import BucketRanks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
 GROUPS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 32
-ROUNDS, SYNCS, STEPS = 6, 5, 8
+ROUNDS, SYNCS = 6, 5
+# A few answers are several times as long as the mean, which the vocabulary gives.
+STEPS = "--steps 10 --prompts 8 --group 8 --vocabulary 96 --answer-tokens 512"
+VARIANTS = ("separate-0", "separate-1", "separate-4", "colocated-0", "colocated-1")
 LIMITS = FleetLimits(start_seconds=900)
 PHASES = ("syncSeconds", "generateSeconds", "outputsSeconds", "learnSeconds")
 # vLLM alone gets as much memory for keys and values.
@@ -57,7 +61,7 @@ def main() -> None:
             *_generation(pairs),
             *_synchronization("Disk", disk),
             *_synchronization("Gloo", broadcast),
-            *_shares(_steps(folder)),
+            *_steps(list(measure_variants(_step_options(folder)))),
         ]
     load = f"load average {begun:.1f} before and {os.getloadavg()[0]:.1f} after"
     record(results, ["torch", "transformers"], f"vllm {_vllm_version()}, {load}")
@@ -79,6 +83,11 @@ def _model(folder: Path) -> PreTrainedModel:
         num_experts_per_tok=2,
         max_position_embeddings=1024,
     )
+
+
+def _step_options(folder: Path) -> argparse.Namespace:
+    folders = ["--work", str(folder / "ahead"), "--out", str(folder / "ahead-logs")]
+    return parse_options([*folders, *STEPS.split(), "--variants", *VARIANTS])
 
 
 def _rounds() -> list[list[Tokens]]:
@@ -181,42 +190,6 @@ def _vllm_version() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-# --- a job ------------------------------------------------------------------------------------------------------------
-
-
-def _steps(folder: Path) -> list[Mapping[str, Any]]:
-    """The lines of a job's steps, the first left out, in which its engine starts."""
-    job = {
-        "apiVersion": "moejob.dev/v1alpha1",
-        "kind": "MoETrainingJob",
-        "metadata": {"name": "bench"},
-        "spec": {
-            "method": "GRPO",
-            "model": {"source": str(folder / "model"), "dtype": "float32"},
-            "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}], "maxLength": 512},
-            "training": {"maxSteps": STEPS, "optimizer": {"learningRate": 1e-5}},
-            "grpo": {
-                "groupSize": MEMBERS,
-                "promptsPerStep": GROUPS,
-                "maxNewTokens": ANSWER_TOKENS,
-                "rewards": [{"name": "length"}],
-                "rollout": {"placement": "Separate", "sync": "Disk"},
-            },
-            "checkpoint": {"everySteps": 1000, "exportHuggingFace": False},
-            "storage": {"size": "8Gi"},
-            "resources": {"accelerator": "CPU", "cpu": 1, "memory": "8Gi", "sharedMemory": "1Gi", "gpusPerNode": 1},
-        },
-    }
-    file, run = folder / "job.yaml", folder / "run"
-    # JSON is YAML.
-    file.write_text(json.dumps(job))
-    command = [str(ROOT / ".venv/operator/bin/moejob"), "run", str(file), "--run-dir", str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the job failed:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][1:]
-
-
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,20 +215,27 @@ def _synchronization(sync: str, reports: Sequence[SyncReport]) -> list[Result]:
     ]
 
 
-def _shares(steps: Sequence[Mapping[str, Any]]) -> list[Result]:
-    whole = sum(step["seconds"] for step in steps)
-    shares = {phase: sum(step[phase] for step in steps) / whole for phase in PHASES}
-    found = [
-        Result("grpo", "a step of this model", whole / len(steps), "s", Better.LOWER),
-        *(Result("grpo", f"share of a step: {phase}", share, "", Better.LOWER) for phase, share in shares.items()),
-    ]
-    idle: Mapping[str, Callable[[], float]] = {
-        # It waits for answers, and for engines that load what it has written.
-        "the trainer": lambda: shares["generateSeconds"],
-        # They wait while the trainer computes.
-        "the engine": lambda: shares["outputsSeconds"] + shares["learnSeconds"],
-    }
-    return [*found, *(Result("grpo", f"idle share of {who}", share(), "", Better.LOWER) for who, share in idle.items())]
+def _steps(variants: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """A step of each variant, and its speed beside the synchronous one with the same placement."""
+    found, synchronous = [], dict[str, Mapping[str, Any]]()
+    for summary in variants:
+        placement, staleness = summary["variant"].split("-")
+        first = synchronous.setdefault(placement, summary)
+        name = f"a step, {placement.capitalize()} with staleness {staleness}"
+        speed = first["stepSeconds"] / summary["stepSeconds"]
+        tokens = summary["answerTokensPerSecond"] / first["answerTokensPerSecond"]
+        found += [
+            Result("grpo", f"{name}, {summary['steps']} steps", summary["stepSeconds"], "s", Better.LOWER),
+            *(
+                Result("grpo", f"{name}: share of {phase}", summary[phase] / summary["stepSeconds"], "", Better.LOWER)
+                for phase in PHASES
+            ),
+            Result("grpo", f"{name}: trainers wait", summary["trainerWaitShare"], "", Better.LOWER),
+            Result("grpo", f"{name}: engines wait", summary["engineWaitShare"], "", Better.LOWER),
+            Result("grpo", f"{name}: times as fast as synchronous", speed, "", Better.HIGHER),
+            Result("grpo", f"{name}: times as fast by tokens", tokens, "", Better.HIGHER),
+        ]
+    return found
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from moejob_operator.admission.profiled_jobs import merge_review
 from moejob_operator.admission.review import review_job
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.validation import Validator, validate_spec
+from network_fragments import CLOSED, FRAGMENTS, NetworkFragment
 
 LIMITS = JobLimits.model_validate(ALLOWED)
 # Every way past a limit, with the limits that have to hold it.
@@ -149,6 +150,20 @@ def test_a_limit_that_comes_later_stops_no_job() -> None:
     world.settle()
     assert world.status.phase is Phase.RUNNING
     assert world.pod_names() == ["0-0", "0-1"]
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda fragment: fragment.name)
+def test_webhook_and_reconciler_take_the_network_of_a_cloud_within_the_limits_that_it_names_only(
+    fragment: NetworkFragment,
+) -> None:
+    closed, opened = JobLimits.model_validate(CLOSED), JobLimits.model_validate(fragment.limits)
+    job = merge_sections(
+        fragment.sections, {"parallelism": {"tensor": 4, "expert": 2}, "resources": {"gpusPerNode": 8}}
+    )
+    assert "limits" in review_job("CREATE", None, body(**job), closed).refusal_text
+    assert limited(closed, **job).condition(ConditionType.ACCEPTED) == "False Limit"
+    assert review_job("CREATE", None, body(**job), opened).refusal_text == ""
+    assert limited(opened, **job).condition(ConditionType.ACCEPTED) == "True Accepted"
 
 
 def test_an_operator_without_limits_refuses_reserved_keys() -> None:

@@ -391,7 +391,9 @@ def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_and_l
     assert "vLLM takes stacks of experts in 2 layers" in engine.log
     assert len(engine.workers()) > 2
     blocks, folders = shared_memory(engine), {socket.parent for socket in sockets(engine)}
-    assert {re.sub("[^a-z].*", "", block.name) for block in blocks} == {"psm", "vllm"}
+    # vLLM's build for CPUs without AVX-512 reduces over Gloo, and has no blocks of its own.
+    own = {"vllm"} if torch.cpu._is_avx512_supported() else set()  # noqa: SLF001
+    assert {re.sub("[^a-z].*", "", block.name) for block in blocks} == {"psm"} | own
     assert len(folders) == 1
     assert engine.stop() == 0
     assert engine.is_gone()

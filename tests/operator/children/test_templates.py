@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from builders import merge_sections
 from golden_manifests import GOLDEN, GoldenJob, render_manifests
 from moejob_api.pod_template.checks import OPERATOR_VOLUMES
 from moejob_api.rules.limits import JobLimits
+from network_fragments import CLOSED, FRAGMENTS, NetworkFragment
 
-NETWORKS = sorted((Path(__file__).parents[3] / "examples/networks").glob("*.yaml"))
 SFT = next(golden for golden in GOLDEN if golden.name == "sft-two-nodes-rdma-topology").sections
 ENGINES = next(golden for golden in GOLDEN if golden.name == "grpo-separate").sections
 TRAINER = {"name": "trainer"}
@@ -21,11 +20,6 @@ TRAINER = {"name": "trainer"}
 
 # What a template may ask for is the matter of limits.
 NO_LIMITS = JobLimits(host_paths=None, privileges=None)
-# Names that each fragment of a network has to open for itself.
-CLOSED: dict[str, Any] = {
-    **{name: [] for name in ("images", "annotations", "networks", "hostPaths", "privileges")},
-    "extendedResources": ["nvidia.com/gpu"],
-}
 
 
 def pods(sections: Any, limits: JobLimits = NO_LIMITS) -> list[dict[str, Any]]:
@@ -160,18 +154,16 @@ def test_names_of_moejobs_volumes_are_known_to_the_rules() -> None:
             assert {name for name in names if not name.startswith("claim-")} == set(OPERATOR_VOLUMES)
 
 
-@pytest.mark.parametrize("fragment", NETWORKS, ids=lambda path: path.stem)
-def test_the_network_of_a_cloud_is_merged_into_every_trainer_within_the_limits_that_it_names(fragment: Path) -> None:
-    text = fragment.read_text()
-    named_limits = yaml.safe_load("\n".join(line[1:] for line in text.splitlines() if line.startswith("#   ")))
-    sections = yaml.safe_load(text)
-    resources = {"cpu": "96", "memory": "1Ti", "gpuType": "H100"} | sections.pop("resources", {})
-    job = merge_sections(SFT, {}) | {"resources": resources} | sections
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda fragment: fragment.name)
+def test_the_network_of_a_cloud_is_merged_into_every_trainer_within_the_limits_that_it_names(
+    fragment: NetworkFragment,
+) -> None:
+    job = merge_sections(SFT, {}) | fragment.sections
     with pytest.raises(AssertionError, match="beyond the limits"):
         pods(job, JobLimits.model_validate(CLOSED))
-    made = pods(job, JobLimits.model_validate(CLOSED | named_limits))
+    made = pods(job, JobLimits.model_validate(fragment.limits))
     assert len(made) == 2
-    template = sections["podTemplate"]["trainer"]
+    template = fragment.sections["podTemplate"]["trainer"]
     own = next(entry for entry in template["spec"]["containers"] if entry["name"] == "trainer")
     for pod in made:
         [container] = pod["spec"]["containers"]
