@@ -156,8 +156,8 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and the build
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) $(real_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
-# Thirteen minutes.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built) $(real_built) $(lm_eval_built) #: Test the families and layouts that make test leaves out
+# An hour on two cores.
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(peft_built) $(mlflow_built) $(real_built) $(lm_eval_built) #: Test the families and layouts that make test leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
 

@@ -82,6 +82,7 @@ def test_a_run_from_a_checkpoint_of_megatron_learns_as_from_the_model(runs: Runs
     assert differing_tensors(from_megatron.folder / "export", from_model.folder / "export") == []
 
 
+@pytest.mark.thorough
 def test_a_run_needs_the_checkpoint_only_for_its_first_start(runs: Runs, bare_checkpoint: Path) -> None:
     sections: dict[str, Any] = {"model": {"source": str(bare_checkpoint), "config": str(runs.volume / "published")}}
     first = runs.run_to_end("once", **sections, training={"maxSteps": 1})
@@ -90,6 +91,7 @@ def test_a_run_needs_the_checkpoint_only_for_its_first_start(runs: Runs, bare_ch
     assert [step.step for step in read_steps(first.folder)] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_adapters_of_a_checkpoint_of_megatron_name_the_model_that_it_became(runs: Runs) -> None:
     source = str(runs.volume / "writer/export-megatron")
     run = runs.run_to_end(
@@ -148,6 +150,7 @@ def test_a_link_out_of_a_checkpoint_is_refused(runs: Runs, bare_checkpoint: Path
     assert "leads to" in refusal(runs, "linked", model)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_while_it_writes_for_megatron_writes_it_in_the_next_attempt(runs: Runs) -> None:
     sections: dict[str, Any] = {
         "model": {"source": str(runs.volume / "published")},

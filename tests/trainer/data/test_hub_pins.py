@@ -109,6 +109,7 @@ def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
     assert started(hub, runs, 3, monkeypatch)[0] == ["first"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_continues_another_uses_its_weights_data_and_code(
     hub: Hub, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

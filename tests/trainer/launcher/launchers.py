@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -250,6 +251,8 @@ def _run_launcher(environment: Mapping[str, str], options: Options, log: Path) -
     os.dup2(log_file, 1)
     os.dup2(log_file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    # A test that waits in vain for this process shows where it stands.
+    faulthandler.dump_traceback_later(LONGEST_SECONDS - 20, file=log_file)
     os.environ.update(environment)
     stop = StopRequest()
     stop.listen_for_signals()

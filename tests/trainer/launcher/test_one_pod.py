@@ -155,6 +155,7 @@ def test_a_rank_that_hangs_before_the_first_step_is_named_and_not_the_one_that_w
     assert launcher.log.read_text().count("ranks started") == 2
 
 
+@pytest.mark.thorough
 def test_a_rank_that_loads_for_longer_than_the_deadline_is_left_alone(gang: Make) -> None:
     launcher = gang(progress_deadline=15, preload=("torch",)).start("load_for_longer_than_the_deadline")
     assert launcher.exit_code() == 0, launcher.log.read_text()

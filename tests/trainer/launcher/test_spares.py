@@ -128,6 +128,7 @@ def test_spares_stand_in_for_pod_0_and_for_a_pod_that_was_lost_with_it(gang: Mak
     await_ends(pids)
 
 
+@pytest.mark.thorough
 def test_a_pod_0_that_slept_while_a_spare_took_its_place_writes_nothing_and_is_a_spare(gang: Make) -> None:
     job = gang(nodes=2, spares=1, ranks=1, lost_seconds=2.0)
     first, _, spare = start_whole_gang(job)

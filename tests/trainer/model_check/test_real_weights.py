@@ -176,7 +176,9 @@ def test_real_weights_are_accepted_at_another_temperature(worlds: Worlds, tmp_pa
         pytest.param(DENSE, "float32", LORA, id="adapters in float32"),
         pytest.param(DENSE, "bfloat16", LORA, id="adapters in bfloat16"),
         pytest.param(DENSE, "float32", {}, id="all weights in float32"),
-        pytest.param(QWEN3_MOE, "bfloat16", MEGATRON, id="Megatron's own mixture in bfloat16"),
+        pytest.param(
+            QWEN3_MOE, "bfloat16", MEGATRON, id="Megatron's own mixture in bfloat16", marks=pytest.mark.thorough
+        ),
         pytest.param(MIXTRAL, "float32", LORA, id="adapters on a mixture", marks=pytest.mark.thorough),
         pytest.param(MIXTRAL, "bfloat16", {}, id="a whole mixture in bfloat16", marks=pytest.mark.thorough),
         pytest.param(QWEN3_MOE, "bfloat16", LORA, id="adapters behind norms", marks=pytest.mark.thorough),

@@ -123,7 +123,10 @@ def test_every_layout_answers_as_transformers_does(worlds: Worlds, reference: Re
     _holds(worlds, reference, Cell(Family.QWEN3_MOE, ALL[layout]))
 
 
-@pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GPT_OSS, Family.QWEN2, Family.MIXTRAL])
+@pytest.mark.parametrize(
+    "family",
+    make_rows([Family.DEEPSEEK_V3, Family.GPT_OSS, Family.QWEN2, Family.MIXTRAL], [Family.DEEPSEEK_V3]),
+)
 def test_every_kind_of_model_answers_as_transformers_does(worlds: Worlds, reference: Reference, family: Family) -> None:
     _holds(worlds, reference, Cell(family, {"parallelism": {"tensor": 2, "context": 2}}))
 

@@ -118,7 +118,11 @@ DIVIDING = {
     "GLM-4.5 of both implementations": MEGATRON + "TP2.PP2.EP2",
     "bfloat16": "DP4",
 }
-ALWAYS = [("Qwen3-MoE", SINGLE), ("Qwen3-MoE of both implementations", "PP2"), *DIVIDING.items()]
+ALWAYS = [
+    ("Qwen3-MoE", SINGLE),
+    ("Qwen3-MoE of both implementations", "PP2"),
+    *((name, layout) for name, layout in DIVIDING.items() if name not in ("Mixtral", "frozen router", "tied Qwen2")),
+]
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,13 @@ def matrix(worlds: Worlds, reference: Reference, further: Further, tmp_path_fact
     return made
 
 
-@pytest.mark.parametrize(("name", "layout"), [cell for cell in CELLS if KINDS[cell[0]].sections != "bfloat16"])
+# The others are written in all layouts, and read again, by the rows of the next test.
+WRITTEN = [cell for cell in CELLS if KINDS[cell[0]].sections != "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), make_rows(WRITTEN, [cell for cell in WRITTEN if cell[0] in {name for name, _ in ALWAYS}])
+)
 def test_a_checkpoint_holds_the_same_whatever_the_layout(matrix: Matrix, name: str, layout: str) -> None:
     expected = state_in(matrix.saved(name, KINDS[name].layouts[0]).folder)
     far = measure_distances(state_in(matrix.saved(name, layout).folder), expected)

@@ -14,6 +14,7 @@ from moejob_api.models.shape import Family
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell, StepMeasurements, TrainedRank, train_cell
 from trainer.parity.float8 import write_float8_reference
 from trainer.parity.references import Reference
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 FLOAT8: dict[str, Any] = {"training": {"precision": {"compute": "FP8"}}}
@@ -51,7 +52,11 @@ def float8_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return written
 
 
-@pytest.mark.parametrize("way", CELLS)
+# Each way of dividing what is scaled: tensors, experts, tokens and replicas.
+ALWAYS = ("one rank", "TP2.EP2, latent attention", "PP2.VPP2", "CP2", "FSDP", "everything recomputed")
+
+
+@pytest.mark.parametrize("way", make_rows(CELLS, ALWAYS))
 def test_a_layout_multiplies_what_one_rank_multiplies(worlds: Worlds, float8_reference: Reference, way: str) -> None:
     family, sections = CELLS[way]
     folder, expected = float8_reference(family)

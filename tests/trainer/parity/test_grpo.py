@@ -23,6 +23,7 @@ from trainer.parity.grpo import (
     replayed,
 )
 from trainer.parity.references import Reference
+from trainer.rows import make_rows
 from trainer.worlds import Worlds
 
 LearnedIn = Callable[[Family, str], Sequence[LearnedStep]]
@@ -57,7 +58,11 @@ def learned_in(worlds: Worlds, reference: Reference) -> LearnedIn:
     return run
 
 
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+ALWAYS_MEGATRON = [(Family.QWEN3_MOE, MEGATRON + layout) for layout in (SINGLE, "TP2.PP2.EP2")]
+ALWAYS = [cell for cell in CELLS if not cell[1].startswith(MEGATRON)] + ALWAYS_MEGATRON
+
+
+@pytest.mark.parametrize(("family", "layout"), make_rows(CELLS, ALWAYS))
 def test_the_first_update_is_that_of_transformers(
     learned_in: LearnedIn, reference: Reference, family: Family, layout: str
 ) -> None:
@@ -69,7 +74,10 @@ def test_the_first_update_is_that_of_transformers(
         assert first.gradient_norm == pytest.approx(norm, rel=10 * WITHIN)
 
 
-@pytest.mark.parametrize(("family", "layout"), [cell for cell in CELLS if cell[0] is Family.QWEN3_MOE])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    make_rows(*([cell for cell in cells if cell[0] is Family.QWEN3_MOE] for cells in (CELLS, ALWAYS))),
+)
 def test_the_second_update_is_the_same_in_every_layout(learned_in: LearnedIn, family: Family, layout: str) -> None:
     single = learned_in(family, SINGLE)[0]
     for rank in learned_in(family, layout):
@@ -90,7 +98,7 @@ def replayed_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequenc
     return run
 
 
-@pytest.mark.parametrize("layout", REPLAYED)
+@pytest.mark.parametrize("layout", make_rows(REPLAYED, (SINGLE, "PP2.VPP2", "CP2", "FSDP over TP2.EP2.DP2")))
 def test_a_step_on_the_experts_of_engines_is_that_of_transformers_on_them(
     replayed_in: Callable[[str], Sequence[LearnedStep]], reference: Reference, layout: str
 ) -> None:

@@ -72,7 +72,8 @@ def _assert_like_reference(worlds: Worlds, lora_reference: Reference, cell: Cell
     make_rows(
         [*product(FAMILIES, LAYOUTS), *product(LINEAR, ("one rank", "TP2", "EP2", "PP2"))],
         [
-            *product(LINEAR, ("one rank", "TP2")),
+            (Family.QWEN3_NEXT, "TP2"),
+            (Family.QWEN3_5_MOE, "one rank"),
             *product((Family.QWEN3_MOE,), ("one rank", "PP2", "CP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
             *product((Family.DEEPSEEK_V3,), ("PP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
         ],

@@ -86,29 +86,30 @@ CHANGED: dict[Family, dict[str, Any]] = {Family.GLM4_MOE: {"num_experts_per_tok"
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
 IMPLEMENTATIONS = {"": NATIVE, "Megatron": MEGATRON}
 
-# Every layout of one family, and for the others each way of dividing a model.
+# Every layout of one family, each way of dividing a model for another, and for the rest what their layers may break.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
 NEWER = (Family.GLM4_MOE_LITE, Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2)
 # The state of linear attention passes through the whole row.
 WITHOUT_CONTEXT = [layout for layout in LAYOUTS if "CP" not in layout]
 ALWAYS = [
-    *product(NEWER, DIVIDED),
-    *((Family.QWEN3_5_MOE, layout) for layout in ("TP2", "PP2.VPP2", "EP2", "DP2", "TP2.PP2.EP2")),
-    *((Family.QWEN3_NEXT, layout) for layout in ("TP2", "PP2.VPP2", "EP2", "DP2", "ETP2 folded", "TP2.PP2.EP2")),
+    *product(NEWER, ("TP2", "EP2")),
+    *product((Family.QWEN3_5_MOE,), ("TP2", "TP2.PP2.EP2")),
+    *product((Family.QWEN3_NEXT,), ("TP2", "ETP2 folded", "TP2.PP2.EP2")),
     *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
     *((Family.DEEPSEEK_V3, layout) for layout in (*DIVIDED, "TP2.PP2.EP2")),
-    *((Family.MIXTRAL, layout) for layout in DIVIDED),
+    *product((Family.MIXTRAL,), ("TP2", "CP2")),
 ]
 
 ALWAYS_MEGATRON = [
-    *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
-    *((Family.LLAMA, layout) for layout in ("TP2", "PP2.VPP2", "CP2")),
+    *product((Family.QWEN3_MOE,), (*DIVIDED, "DP2", "TP2.PP2.EP2")),
+    (Family.LLAMA, "CP2"),
     (Family.QWEN3, "PP2"),
     (Family.QWEN2, "TP2"),
-    *product((Family.GLM4_MOE, Family.MIXTRAL), ("TP2.PP2.EP2", "CP2")),
-    *product((Family.QWEN2_MOE,), ("TP2", "CP2")),
-    *product((Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2), ("TP2", "PP2", "EP2", "CP2")),
-    *product((Family.GPT_OSS,), ("TP2.EP4 folded over TP2.DP2", "PP2", "EP2", "CP2")),
+    (Family.GLM4_MOE, "TP2.PP2.EP2"),
+    (Family.MIXTRAL, "CP2"),
+    (Family.QWEN2_MOE, "TP2"),
+    *product((Family.OLMOE, Family.ERNIE4_5_MOE, Family.MINIMAX_M2), ("TP2", "EP2")),
+    *product((Family.GPT_OSS,), ("EP2", "CP2")),
 ]
 
 

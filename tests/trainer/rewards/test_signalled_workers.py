@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ def worker_pids() -> Iterator[int]:
 
 
 def signal_worker(number: signal.Signals) -> None:
-    (pid,) = worker_pids()
+    # For a moment after its fork a child has the command line of this process.
+    while not (pids := [*worker_pids()]):
+        time.sleep(0.01)
+    [pid] = pids
     os.kill(pid, number)
 
 

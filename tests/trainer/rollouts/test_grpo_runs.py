@@ -100,6 +100,7 @@ def break_off(
         del passage.arrivals["/update_weights"]
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_next_weights(
     beside: Beside, undisturbed: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
     assert_like(again.folder, undisturbed)
 
 
+@pytest.mark.thorough
 def test_megatrons_models_learn_the_same_also_when_killed_and_resumed_in_another_layout(
     beside: Beside, undisturbed: Path
 ) -> None:

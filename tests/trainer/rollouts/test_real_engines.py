@@ -150,6 +150,7 @@ def undisturbed(beside: Beside) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_trainer_that_is_killed_repeats_and_loses_no_group(beside: Beside, undisturbed: Path) -> None:
     (passage, _), samples = beside.passages, beside.runs.volume / "killed/samples"
     is_asked_again = threading.Event()

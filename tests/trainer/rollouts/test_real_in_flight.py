@@ -224,6 +224,7 @@ def test_answers_of_a_stopped_engine_are_exact_before_and_behind_each_stop(
         assert idle[1] == idle[3] == 1.0
 
 
+@pytest.mark.thorough
 def test_with_keys_of_older_weights_only_unfinished_answers_are_inexact(
     engine: Engine, models: list[PreTrainedModel], tmp_path: Path
 ) -> None:

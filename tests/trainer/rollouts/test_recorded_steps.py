@@ -140,9 +140,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "EP2" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_is_computed_again_from_outside(beside: Beside, published_folder: Path, name: str) -> None:
     distances, record = recompute(beside, published_folder, f"recorded-{[*CASES].index(name)}", **CASES[name])
     # Groups of all kinds, answers without an end, and several updates: else nothing is said of these.

@@ -15,7 +15,6 @@ from engines import SECRET, Engine
 from moejob_api.contract.pods import Environment
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
-from trainer.rows import make_rows
 from trainer.runs import Runs
 
 pytestmark = pytest.mark.slow
@@ -75,7 +74,8 @@ def without(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return _learned(engine, tmp_path_factory.mktemp("volume"), "without")
 
 
-@pytest.mark.parametrize("layout", make_rows(LAYOUTS, ["one rank"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_on_the_experts_of_its_engine_is_nearer_to_what_the_engine_says(
     engine: Engine, without: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

@@ -210,6 +210,7 @@ def answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_mlflow_continues_with_the_run_of_the_job(
     mlflow_server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
