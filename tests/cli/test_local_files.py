@@ -122,6 +122,21 @@ def test_the_folder_of_a_reward_is_looked_for(tmp_path: Path) -> None:
     assert [*unreadable_sources(wanted)] == []
 
 
+def test_a_run_to_continue_from_is_looked_for_where_its_path_is_whole(tmp_path: Path) -> None:
+    def problems(name: str) -> list[str]:
+        return [*unreadable_sources(spec(data={"train": _data("org/name")}, checkpoint={"resumeFrom": name}))]
+
+    (problem,) = problems(f"{tmp_path}/absent")
+    assert problem.startswith(f"spec.checkpoint.resumeFrom: {tmp_path}/absent cannot be read on this machine")
+    (problem,) = problems(str(tmp_path))
+    assert f"{tmp_path} has no folder checkpoints; name the folder of a run" in problem
+    step = tmp_path / "checkpoints" / "step-3"
+    step.mkdir(parents=True)
+    assert [*problems(str(tmp_path)), *problems(str(step.parent)), *problems(str(step)), *problems("another")] == []
+    with pytest.raises(CannotRun, match=r"checkpoint\.resumeFrom: pvc://claim/run is a claim of a cluster"):
+        require_sources(spec(checkpoint={"resumeFrom": "pvc://claim/run"}))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from moejob_api.contract.pods import RunFile
 from moejob_api.job import Spec
 from moejob_api.job.model import DATA_FILES, SAVED_DATASET, is_place
 
@@ -51,6 +52,10 @@ def _named_places(spec: Spec) -> Iterator[tuple[str, str, Callable[[Path], str |
     for number, reward in enumerate(() if spec.grpo is None else spec.grpo.rewards):
         if reward.module_path is not None:
             yield f"spec.grpo.rewards[{number}].modulePath", reward.module_path, _access_problem
+    # Other names are looked for beside the run's folder, which is known to `moejob run` alone.
+    resumed = spec.checkpoint.resume_from
+    if resumed is not None and resumed.startswith((_CLAIM, "/")):
+        yield "spec.checkpoint.resumeFrom", resumed, _checkpoint_problem
 
 
 def _access_problem(needed: Path) -> str | None:
@@ -94,6 +99,16 @@ def _weights_problem(folder: Path) -> str | None:
 
 def _indexed_files(index: Path) -> Sequence[str]:
     return sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+
+
+def _checkpoint_problem(folder: Path) -> str | None:
+    problem = _access_problem(folder)
+    if problem is not None:
+        return problem
+    kept = RunFile.CHECKPOINTS.value
+    if folder.name == kept or folder.name.startswith("step-") or (folder / kept).is_dir():
+        return None
+    return f"{folder} has no folder {kept}; name the folder of a run, its {kept} or one step of these"
 
 
 def _data_problem(path: Path) -> str | None:

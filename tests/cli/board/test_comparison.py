@@ -62,6 +62,13 @@ def test_a_run_that_has_not_written_its_job_yet_differs_in_no_field(tmp_path: Pa
     assert lines[3].split()[2:] == ["7", "–"]
 
 
+def test_fields_are_told_in_the_words_of_yaml(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", "first", {1: 2.0})
+    second = write_run(tmp_path / "second", "second", {1: 2.0}, checkpoint={"exportHuggingFace": False})
+    lines = compare(first, second).stdout.splitlines()
+    assert lines[2].split() == ["checkpoint.exportHuggingFace", "true", "false"]
+
+
 def test_a_field_that_one_job_lacks_differs() -> None:
     assert [(each.path, each.values) for each in compare_fields([{"a": "1", "b": "2"}, {"a": "1", "c": "3"}])] == [
         ("b", ("2", None)),

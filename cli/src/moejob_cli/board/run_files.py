@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -187,7 +188,9 @@ def _flat_fields(value: Any, path: str = "") -> dict[str, str]:
     elif isinstance(value, list) and value:
         parts = [_flat_fields(part, f"{path}[{number}]") for number, part in enumerate(value)]
     else:
-        return {shown_text(path, 300): shown_text(value, 2_000)} if path else {}
+        # Not Python's words but those of the YAML that a job is written in.
+        text = value if isinstance(value, str) else json.dumps(value)
+        return {shown_text(path, 300): shown_text(text, 2_000)} if path else {}
     return {name: leaf for part in parts for name, leaf in part.items()}
 
 
