@@ -312,7 +312,7 @@ def test_the_api_server_takes_the_network_of_a_cloud_within_the_limits_that_it_n
         tried = path(found.namespace, is_tried_only=True)
         until(lambda: refusal(plane, tried, case), waiting_for="the policy to be in force")
         assert "ValidatingAdmissionPolicy 'moejob-limits'" in refusal(plane, tried, case)
-        found.install({"webhook": {"enabled": False}, "limits": fragment.limits})
+        found.upgrade(CHART, {"webhook": {"enabled": False}, "limits": fragment.limits})
         until(lambda: not refusal(plane, tried, case), waiting_for="the policy to be the new one")
 
 
