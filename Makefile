@@ -217,7 +217,7 @@ test-faults: $(operator_built) $(trainer_built) $(rollout_built) #: Test every f
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py \
 		tests/cluster/control_plane/test_any_job_on_a_real_api_server.py \
 		tests/cluster/control_plane/test_scenarios_on_a_real_api_server.py tests/cluster/nodes/test_faults.py \
-		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
+		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_megatron.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
 
 # The first run builds kube-router for two minutes.
 test-policies: $(operator_built) $(trainer_built) #: Test a job's NetworkPolicy under kube-router

@@ -53,6 +53,7 @@ def harness(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFact
         yield opened
 
 
+@in_full
 def test_a_replica_of_the_operator_that_goes_comes_back_where_the_other_is_not(harness: FaultHarness) -> None:
     """Else the loss of one node could be the loss of both."""
     harness.spread_operator()

@@ -27,7 +27,7 @@ from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-STEPS = 40
+STEPS = 15
 DEVICE = "example.com/dongle"
 SCRATCH = {"name": "scratch", "mountPath": "/scratch"}
 CHRONICLE = "while sleep 0.2; do date +%s >>/scratch/chronicle; done"
