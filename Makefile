@@ -214,7 +214,7 @@ test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two r
 
 # Half an hour; needs root, like test-nodes.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) #: Test every fault of ranks, engines, pods, nodes and operator
-	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py \
+	@MOEJOB_FAULTS=full $(operator)/pytest tests/operator/test_scenarios.py tests/cluster/control_plane/test_faults.py \
 		tests/cluster/control_plane/test_any_job_on_a_real_api_server.py \
 		tests/cluster/control_plane/test_scenarios_on_a_real_api_server.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_megatron.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)

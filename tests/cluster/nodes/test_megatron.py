@@ -16,9 +16,11 @@ from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("home")]
 
-STEPS, MORE_STEPS, SAVED_EVERY = 24, 4, 5
+STEPS, SAVED_EVERY = 24, 5
 # Two implementations round sums differently, and each step at this rate makes more of it.
 ALIKE_STEPS, WITHIN = 6, 1e-3
+# One implementation in one layout, on other machines.
+SAME = 1e-5
 MEGATRON = {"implementation": "Megatron"}
 
 
@@ -54,12 +56,14 @@ def test_megatrons_model_outlives_a_pod_and_its_checkpoint_is_the_model_of_anoth
     assert first.read()["status"]["restarts"]["pods"] == 1
 
     undisturbed = run_here(build_job("undisturbed", STEPS, MEGATRON), make_folder("undisturbed"))
-    assert first.run().losses() == pytest.approx(undisturbed.losses(), rel=1e-5)
+    assert first.run().losses() == pytest.approx(undisturbed.losses(), rel=SAME)
     native = run_here(build_job("native", ALIKE_STEPS, {}), make_folder("native")).losses()
     assert {step: first.run().losses()[step] for step in native} == pytest.approx(native, rel=WITHIN)
 
     source = f"pvc://{first.name}-storage/{first.name}/export-megatron"
-    second = submit_job(nodes, namespace, build_job("again", MORE_STEPS, MEGATRON | {"source": source}))
+    second = submit_job(nodes, namespace, build_job("again", ALIKE_STEPS, MEGATRON | {"source": source}))
     second.await_end()
-    exported = build_job("exported", MORE_STEPS, {"source": str(first.run().folder / "export")})
-    assert second.run().losses() == pytest.approx(run_here(exported, make_folder("exported")).losses(), rel=WITHIN)
+    # The same weights, written for Hugging Face, under the same layers: what the checkpoint says is all that differs.
+    exported = build_job("exported", ALIKE_STEPS, MEGATRON | {"source": str(first.run().folder / "export")})
+    expected = run_here(exported, make_folder("exported"))
+    assert second.run().losses() == pytest.approx(expected.losses(), rel=SAME)
