@@ -199,7 +199,7 @@ def _first_loss(nodes: Cluster, namespace: str, folder: Path, number: int) -> fl
     description = over_two_nodes(read_example())
     name = f"first-loss-{number}"
     description["metadata"]["name"] = name
-    description["spec"]["training"] |= {"maxSteps": 2, "evalEvery": 2}
+    description["spec"]["training"] |= {"maxSteps": 6, "evalEvery": 6}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(description))
     begin = time.time()
