@@ -40,7 +40,7 @@ from moejob_trainer.rollouts.transports.disk import DiskTransport
 GROUPS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 32
 ROUNDS, SYNCS = 6, 5
 # A few answers are several times as long as the mean, which the vocabulary gives.
-STEPS = "--steps 10 --prompts 8 --group 8 --vocabulary 96 --answer-tokens 512"
+STEPS = "--steps 6 --prompts 4 --group 4 --vocabulary 384 --answer-tokens 1024"
 VARIANTS = ("separate-0", "separate-1", "separate-4", "colocated-0", "colocated-1")
 LIMITS = FleetLimits(start_seconds=900)
 PHASES = ("syncSeconds", "generateSeconds", "outputsSeconds", "learnSeconds")

@@ -234,6 +234,26 @@ def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_n
         assert [environment[name] for name in named] == ["lo", "=lo", "127.0.0.1"]
 
 
+@pytest.mark.parametrize(
+    ("method", "accelerator", "shell", "policy"),
+    [
+        pytest.param("GRPO", "CPU", {}, "PASSIVE", id="ranks and engines on the same cores"),
+        pytest.param("GRPO", "CPU", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", id="the shell decides"),
+        pytest.param("GRPO", "GPU", {}, None, id="on GPUs"),
+        pytest.param("SFT", "CPU", {}, None, id="ranks alone"),
+    ],
+)
+def test_threads_that_wait_give_cores_to_those_that_compute_beside_them(
+    method: str, accelerator: str, shell: dict[str, str], policy: str | None
+) -> None:
+    grpo = {"grpo": {"rollout": {"placement": "Separate"}}} if method == "GRPO" else {}
+    wanted = spec(method=method, parallelism={"data": 4}, resources={"accelerator": accelerator}, **grpo)
+    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
+    here, ports = machine(environment=shell), LauncherPorts(1, 2, rollout=8)
+    orders = [launcher_order(of, here, ports, 1, 0), *engine_orders(of, here, ports)]
+    assert {order.environment.get("OMP_WAIT_POLICY") for order in orders} == {policy}
+
+
 def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
     wanted = spec(
         method="GRPO",

@@ -41,7 +41,8 @@ def worker_pids() -> Iterator[int]:
 
 def signal_worker(number: signal.Signals) -> None:
     # For a moment after its fork a child has the command line of this process.
-    while not (pids := [*worker_pids()]):
+    until = time.monotonic() + START_SECONDS
+    while not (pids := [*worker_pids()]) and time.monotonic() < until:
         time.sleep(0.01)
     [pid] = pids
     os.kill(pid, number)

@@ -136,7 +136,17 @@ def _process_environment(
     inherited = {name: value for name, value in machine.environment.items() if name not in foreign}
     contract = contract_environment(orders) | _engine_variables(run, machine, rollout_port)
     contract_variables = {name.value: value for name, value in contract.items()}
-    return inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables
+    return _thread_variables(run) | inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables
+
+
+def _thread_variables(run: LocalRun) -> dict[str, str]:
+    """On CPUs, ranks and engines that compute on the same cores: threads that wait give theirs to the others.
+
+    By default they wait in a loop. An update of 1.2 s took 40 s beside an engine that generated on the same two cores.
+    """
+    if run.spec.grpo is None or run.spec.resources.accelerator is not Accelerator.CPU:
+        return {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _engine_variables(run: LocalRun, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
