@@ -235,19 +235,24 @@ def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_n
 
 
 @pytest.mark.parametrize(
-    ("method", "accelerator", "shell", "policy"),
+    ("rollout", "accelerator", "shell", "policy"),
     [
-        pytest.param("GRPO", "CPU", {}, "PASSIVE", id="ranks and engines on the same cores"),
-        pytest.param("GRPO", "CPU", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", id="the shell decides"),
-        pytest.param("GRPO", "GPU", {}, None, id="on GPUs"),
-        pytest.param("SFT", "CPU", {}, None, id="ranks alone"),
+        pytest.param({"staleness": 1}, "CPU", {}, "PASSIVE", id="at the same time"),
+        pytest.param({"staleness": 1}, "CPU", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", id="the shell decides"),
+        pytest.param({"staleness": 0}, "CPU", {}, None, id="in turns"),
+        pytest.param({"staleness": 1, "placement": "Colocated"}, "CPU", {}, None, id="in turns, colocated"),
+        pytest.param({"staleness": 1}, "GPU", {}, None, id="on GPUs"),
     ],
 )
-def test_threads_that_wait_give_cores_to_those_that_compute_beside_them(
-    method: str, accelerator: str, shell: dict[str, str], policy: str | None
+def test_waiting_threads_give_their_cores_to_those_that_compute_beside_them(
+    rollout: dict[str, object], accelerator: str, shell: dict[str, str], policy: str | None
 ) -> None:
-    grpo = {"grpo": {"rollout": {"placement": "Separate"}}} if method == "GRPO" else {}
-    wanted = spec(method=method, parallelism={"data": 4}, resources={"accelerator": accelerator}, **grpo)
+    wanted = spec(
+        method="GRPO",
+        parallelism={"data": 4},
+        resources={"accelerator": accelerator},
+        grpo={"rollout": {"placement": "Separate", **rollout}},
+    )
     of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
     here, ports = machine(environment=shell), LauncherPorts(1, 2, rollout=8)
     orders = [launcher_order(of, here, ports, 1, 0), *engine_orders(of, here, ports)]
