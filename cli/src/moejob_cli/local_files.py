@@ -22,6 +22,8 @@ _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", "metadata.json")
 _TOKENIZER_NAMES, _TOKENIZER_ENDINGS = ("tokenizer", "vocab", "merges"), (".model", ".tiktoken")
 _AGAIN = "download or copy it again"
 
+_NamedPlace = tuple[str, str, Callable[[Path], str | None]]
+
 
 def unreadable_sources(spec: Spec) -> Iterator[str]:
     """Yield a sentence for each file or folder of a job that a run on this machine could not read or use."""
@@ -38,24 +40,28 @@ def claim_sources(spec: Spec) -> Iterator[str]:
             yield f"{field}: {source} is a claim of a cluster; on this machine, name a path"
 
 
-def _named_places(spec: Spec) -> Iterator[tuple[str, str, Callable[[Path], str | None]]]:
+def _named_places(spec: Spec) -> Iterator[_NamedPlace]:
     """Yield field and path of everything that a job reads from disks, with the function that looks at it."""
     model = spec.model
     if is_place(model.source):
         yield "spec.model.source", model.source, _access_problem if model.config else _model_problem
     if model.config is not None and is_place(model.config):
         yield "spec.model.config", model.config, _template_problem
-    for part, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
-        for number, dataset in enumerate(datasets):
-            if is_place(dataset.source) or dataset.source.endswith(DATA_FILES):
-                yield f"spec.data.{part}[{number}].source", dataset.source, _data_problem
+    yield from _data_places(spec)
     for number, reward in enumerate(() if spec.grpo is None else spec.grpo.rewards):
         if reward.module_path is not None:
             yield f"spec.grpo.rewards[{number}].modulePath", reward.module_path, _access_problem
     # Other names are looked for beside the run's folder, which is known to `moejob run` alone.
-    resumed = spec.checkpoint.resume_from
-    if resumed is not None and resumed.startswith((_CLAIM, "/")):
+    resumed = spec.checkpoint.resume_from or ""
+    if resumed.startswith((_CLAIM, "/")):
         yield "spec.checkpoint.resumeFrom", resumed, _checkpoint_problem
+
+
+def _data_places(spec: Spec) -> Iterator[_NamedPlace]:
+    for part, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for number, dataset in enumerate(datasets):
+            if is_place(dataset.source) or dataset.source.endswith(DATA_FILES):
+                yield f"spec.data.{part}[{number}].source", dataset.source, _data_problem
 
 
 def _access_problem(needed: Path) -> str | None:

@@ -255,8 +255,9 @@ def test_waiting_threads_give_their_cores_to_those_that_compute_beside_them(
     )
     of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
     here, ports = machine(environment=shell), LauncherPorts(1, 2, rollout=8)
-    orders = [launcher_order(of, here, ports, 1, 0), *engine_orders(of, here, ports)]
-    assert {order.environment.get("OMP_WAIT_POLICY") for order in orders} == {policy}
+    environments = [launcher_order(of, here, ports, 1, 0).environment]
+    environments += [order.environment for order in engine_orders(of, here, ports)]
+    assert {environment.get("OMP_WAIT_POLICY") for environment in environments} == {policy}
 
 
 def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:

@@ -140,7 +140,7 @@ def _process_environment(
 
 
 def _thread_variables(run: LocalRun) -> dict[str, str]:
-    """Where ranks learn while engines generate on the same cores, threads that wait give theirs to the others.
+    """Make waiting threads give up their cores where ranks learn on them while engines generate.
 
     By default they wait in a loop: an update of 1.2 s took 40 s beside an engine on the same two cores. Where ranks and
     engines take turns, an engine is a third slower without the loop.
