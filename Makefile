@@ -212,7 +212,7 @@ test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane
 test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes
 	@$(call tested,$(operator),tests/cluster/nodes -n 1 -rs --no-fold-skipped)
 
-# Half an hour; needs root, like test-nodes.
+# An hour; needs root, like test-nodes.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) #: Test every fault of ranks, engines, pods, nodes and operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/operator/test_scenarios.py tests/cluster/control_plane/test_faults.py \
 		tests/cluster/control_plane/test_any_job_on_a_real_api_server.py \

@@ -13,7 +13,7 @@ import asyncio
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def main() -> None:
             *_generation(pairs),
             *_synchronization("Disk", disk),
             *_synchronization("Gloo", broadcast),
-            *_steps(list(measure_variants(_step_options(folder)))),
+            *_steps(measure_variants(_step_options(folder))),
         ]
     load = f"load average {begun:.1f} before and {os.getloadavg()[0]:.1f} after"
     record(results, ["torch", "transformers"], f"vllm {_vllm_version()}, {load}")
@@ -215,7 +215,7 @@ def _synchronization(sync: str, reports: Sequence[SyncReport]) -> list[Result]:
     ]
 
 
-def _steps(variants: Sequence[Mapping[str, Any]]) -> list[Result]:
+def _steps(variants: Iterable[Mapping[str, Any]]) -> list[Result]:
     """A step of each variant, and its speed beside the synchronous one with the same placement."""
     found, synchronous = [], dict[str, Mapping[str, Any]]()
     for summary in variants:

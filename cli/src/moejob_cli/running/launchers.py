@@ -143,7 +143,7 @@ def _thread_variables(run: LocalRun) -> dict[str, str]:
     """Make waiting threads give up their cores where ranks learn on them while engines generate.
 
     By default they wait in a loop: an update of 1.2 s took 40 s beside an engine on the same two cores. Where ranks and
-    engines take turns, an engine is a third slower without the loop.
+    engines take turns, an engine is slower without the loop.
     """
     if run.spec.resources.accelerator is not Accelerator.CPU or run.spec.grpo is None:
         return {}
