@@ -132,6 +132,13 @@ def test_a_run_to_continue_from_is_looked_for_where_its_path_is_whole(tmp_path: 
     assert f"{tmp_path} has no folder checkpoints; name the folder of a run" in problem
     step = tmp_path / "checkpoints" / "step-3"
     step.mkdir(parents=True)
+    for folder, problem in (
+        (tmp_path, f"no step in {step.parent} has a complete.json"),
+        (step.parent, f"no step in {step.parent} has a complete.json"),
+        (step, f"{step} has no complete.json, so its save did not end"),
+    ):
+        assert problem in "".join(problems(str(folder)))
+    (step / "complete.json").touch()
     assert [*problems(str(tmp_path)), *problems(str(step.parent)), *problems(str(step)), *problems("another")] == []
     with pytest.raises(CannotRun, match=r"checkpoint\.resumeFrom: pvc://claim/run is a claim of a cluster"):
         require_sources(spec(checkpoint={"resumeFrom": "pvc://claim/run"}))

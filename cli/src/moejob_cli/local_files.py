@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from moejob_api.contract.pods import RunFile
+from moejob_api.contract.names import CHECKPOINT_MARKER, RunFile
 from moejob_api.job import Spec
 from moejob_api.job.model import DATA_FILES, SAVED_DATASET, is_place
 
@@ -108,13 +108,18 @@ def _indexed_files(index: Path) -> Sequence[str]:
 
 
 def _checkpoint_problem(folder: Path) -> str | None:
-    problem = _access_problem(folder)
+    """Look for a step whose save has ended; what is in it is verified by the trainer."""
+    kept = folder if folder.name == RunFile.CHECKPOINTS else folder / RunFile.CHECKPOINTS.value
+    problem = _access_problem(kept if kept.is_dir() else folder)
     if problem is not None:
         return problem
-    kept = RunFile.CHECKPOINTS.value
-    if folder.name == kept or folder.name.startswith("step-") or (folder / kept).is_dir():
-        return None
-    return f"{folder} has no folder {kept}; name the folder of a run, its {kept} or one step of these"
+    if kept.is_dir():
+        is_whole = any(kept.glob(f"step-*/{CHECKPOINT_MARKER}"))
+        return None if is_whole else f"no step in {kept} has a {CHECKPOINT_MARKER}, so no save ended; name another run"
+    if folder.name.startswith("step-"):
+        is_whole = (folder / CHECKPOINT_MARKER).exists()
+        return None if is_whole else f"{folder} has no {CHECKPOINT_MARKER}, so its save did not end; name another step"
+    return f"{folder} has no folder {kept.name}; name the folder of a run, its {kept.name} or one step of these"
 
 
 def _data_problem(path: Path) -> str | None:
