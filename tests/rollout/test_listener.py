@@ -141,6 +141,8 @@ def is_ready(server: EngineServer) -> bool:
 def test_callers_of_ready_share_one_generation(server: EngineServer) -> None:
     eventually(lambda: server.client.asked > 0, "nothing is generated before the first asks")
     assert not any(is_ready(server) for _ in range(50))
+    # The reply to a stranger and the error of a server both end the connection.
+    assert asked(server, READY).count(b"connection: close") == 1
     server.client.may_answer.set()
     eventually(lambda: is_ready(server), "it is not ready with its first token")
     assert server.client.asked == 1

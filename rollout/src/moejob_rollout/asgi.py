@@ -39,7 +39,8 @@ def announce_closing(app: App) -> App:
     async def serve_announced(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_announced(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                others = [header for header in message.get("headers", ()) if header[0].lower() != b"connection"]
+                message = {**message, "headers": [*others, (b"connection", b"close")]}
             await send(message)
 
         await app(scope, receive, send_announced)
