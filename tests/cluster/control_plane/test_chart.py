@@ -80,10 +80,10 @@ def running(home: Home) -> Iterator[Operator]:
         operator.process.stop()
 
 
-def create_job(plane: ControlPlane, namespace: str, name: str = "job") -> None:
+def create_job(plane: ControlPlane, namespace: str, name: str = "job", **sections: Any) -> None:
     def is_created() -> bool:
         try:
-            plane.api.create(path(namespace), body(name, **JOB))
+            plane.api.create(path(namespace), body(name, **JOB, **sections))
         except RefusedError as refused:
             # A definition that was just created is served a moment later.
             return refused.reason == "AlreadyExists"

@@ -18,12 +18,14 @@ import pytest
 from broken_specs import BROKEN_SPECS
 from charts import CHART
 from cluster.control_plane.api import RefusedError
+from cluster.control_plane.gang_stand_ins import KUEUE, served
 from cluster.control_plane.jobs import body, path
 from cluster.control_plane.operators import Home, Operator
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.control_plane.releases import DEFINITION, Release, release
 from cluster.control_plane.test_chart import create_job, trainers
+from cluster.control_plane.test_gangs import merge_pod, pods
 from cluster.waiting import until
 from image_builds.recipes import ROOT
 
@@ -157,6 +159,34 @@ def test_an_upgrade_keeps_the_jobs_of_the_first_release_and_a_rollback_too(
         time.sleep(QUIET_SECONDS)
         assert trainers(plane, installed.namespace) == pods
         lose_second_pod(plane, installed.namespace, pods)
+
+
+def test_a_gang_that_kueue_holds_outlives_an_upgrade_and_is_replaced_whole(
+    plane: ControlPlane, installed: Release, first: Path
+) -> None:
+    namespace = installed.namespace
+    with served(plane, KUEUE):
+        with running(installed.home, first):
+            create_job(plane, namespace, lifecycle={"gang": "Kueue", "queue": "team"})
+            uids = gang(plane, namespace)
+        held = pods(plane, namespace)
+        for pod in held:
+            merge_pod(plane, pod, {"metadata": {"finalizers": ["kueue.x-k8s.io/managed"]}})
+        installed.upgrade(CHART)
+        with running(installed.home):
+            time.sleep(QUIET_SECONDS)
+            assert trainers(plane, namespace) == uids
+            merge_pod(plane, held[1], {"status": {"phase": "Failed"}}, part="/status")
+            until(
+                lambda: all("deletionTimestamp" in pod["metadata"] for pod in pods(plane, namespace)),
+                waiting_for="all pods of the group to be asked to end",
+            )
+            assert trainers(plane, namespace) == uids
+            for pod in pods(plane, namespace):
+                merge_pod(plane, pod, {"metadata": {"finalizers": None}})
+            gang(plane, namespace, without=frozenset(uids.values()))
+            groups = {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in pods(plane, namespace)}
+            assert groups == {"job-1"}
 
 
 def test_a_job_is_the_same_in_both_versions_and_is_held_to_the_same_rules(plane: ControlPlane, tmp_path: Path) -> None:
