@@ -101,6 +101,35 @@ def test_a_spare_hosts_the_store_and_has_rank_0_once_pod_0_is_lost_and_the_next_
     assert [beat.rank for beat in ready(replacement).ranks] == [1]
 
 
+def test_a_spare_that_notices_late_hosts_the_store_before_the_next_pod_0(
+    gang: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Launchers are forked from this process.
+    monkeypatch.setattr(rendezvous, "_TURN_SECONDS", LONGEST_SECONDS)
+    job = gang(nodes=2, spares=1, ranks=1, lost_seconds=LONGEST_SECONDS)
+    first, _, spare = start_whole_gang(job)
+    spare.signal(signal.SIGSTOP)
+    first.kill()
+    replacement = job.start("work")
+    replacement.await_progress(lambda seen: seen.phase == RunPhase.IMPORTING)
+    spare.signal(signal.SIGCONT)
+    assert places(job, restart=1) == [0, 1]
+    assert [beat.rank for beat in ready(spare).ranks] == [0]
+    await_spare(replacement)
+
+
+def test_the_next_pod_0_hosts_the_store_where_no_spare_does(gang: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_TURN_SECONDS", 0.5)
+    job = gang(nodes=2, spares=1, ranks=1)
+    first, _, spare = start_whole_gang(job)
+    spare.kill()
+    first.kill()
+    replacement = job.start("work")
+    # It took the run folder from the lost pod before, which counts as a restart.
+    assert places(job, restart=2) == [0, 1]
+    assert [beat.rank for beat in ready(replacement).ranks] == [0]
+
+
 def test_a_store_moves_as_often_as_its_host_is_lost(gang: Make) -> None:
     job = gang(nodes=2, spares=1, ranks=1)
     first, second, spare = start_whole_gang(job)

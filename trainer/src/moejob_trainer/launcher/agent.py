@@ -136,7 +136,7 @@ class Agent:
     def _run_until_exit(self) -> ExitReport:
         try:
             # A spare may host the store since an earlier pod 0 was lost: then this pod is a spare.
-            if self._pod.is_first and not self._rendezvous.join_any_store():
+            if self._pod.is_first and not self._rendezvous.join_store_before_hosting():
                 self._rendezvous.host_store(self._take_over())
             return self._run_rounds()
         except StopRequested:

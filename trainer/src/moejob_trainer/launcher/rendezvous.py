@@ -143,6 +143,20 @@ class Rendezvous:
         self._has_met_left_store = False
         return any(self._has_joined_new_store(index) for index in self._other_hosts)
 
+    def join_store_before_hosting(self) -> bool:
+        """Join the store of another pod; return false where none answers, also after the turns of all spares.
+
+        They are waited for once rounds have begun: a spare has its imports done, this pod's take longer than the turns.
+        """
+        turns = len(self._addresses) - 1 if self._has_begun_rounds() else 0
+        until = time.monotonic() + turns * _TURN_SECONDS
+        while not self.join_any_store():
+            if time.monotonic() >= until:
+                return False
+            self._stop.raise_if_requested()
+            self._stop.wait(_POLL_SECONDS)
+        return True
+
     def leave_store(self) -> None:
         """Leave a store that does not answer. `gather_pods` joins the next one."""
         if self._launcher_store is not None:
@@ -393,6 +407,14 @@ class Rendezvous:
         self._place = None
         self.host_store(newest.restart + 1)
         log.warning("this pod hosts the store now", instead_of=self._entered_index)
+
+    def _has_begun_rounds(self) -> bool:
+        try:
+            newest = self._pod.fence.newest_token()
+        except OSError:
+            # The process that hosts the store says what is wrong with the folder.
+            return False
+        return newest is not None and newest.attempt == self._pod.attempt
 
     def _yield_to_other_store(self) -> None:
         """Give the store of this pod up where another has the gang, or comes before it: LostStore.
