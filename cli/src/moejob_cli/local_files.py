@@ -110,7 +110,7 @@ def _indexed_files(index: Path) -> Sequence[str]:
 def _checkpoint_problem(folder: Path) -> str | None:
     """Look for a step whose save has ended; what is in it is verified by the trainer."""
     kept = folder if folder.name == RunFile.CHECKPOINTS else folder / RunFile.CHECKPOINTS.value
-    problem = _access_problem(kept if kept.is_dir() else folder)
+    problem = _access_problem(folder) or (_access_problem(kept) if kept.is_dir() else None)
     if problem is not None:
         return problem
     if kept.is_dir():
