@@ -32,6 +32,7 @@ def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:
     third = fence.acquire(2, 0)
     assert [fence.is_ours(held) for held in (first, second, third)] == [False, False, True]
     assert fence.newest_token() == third
+    assert [fence.newest_token_of(attempt) for attempt in (1, 2, 3)] == [None, third, None]
     assert fence.foreign_names() == []
 
 

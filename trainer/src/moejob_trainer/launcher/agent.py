@@ -288,11 +288,11 @@ class Agent:
         launcher starts none again.
         """
         try:
-            newest = self._pod.fence.newest_token()
+            newest = self._pod.fence.newest_token_of(self._pod.attempt)
         except OSError:
             # The first round takes the folder, and then says what is wrong with it.
             return 0
-        if newest is None or newest.attempt != self._pod.attempt:
+        if newest is None:
             return 0
         self._take_run_folder(newest.restart + 1)
         return newest.restart + 2

@@ -146,9 +146,10 @@ class Rendezvous:
     def join_store_before_hosting(self) -> bool:
         """Join the store of another pod; return false where none answers, also after the turns of all spares.
 
-        They are waited for once rounds have begun: a spare has its imports done, this pod's take longer than the turns.
+        They are waited for once rounds have begun: a spare has its imports done, and this pod's run meanwhile.
         """
-        turns = len(self._addresses) - 1 if self._has_begun_rounds() else 0
+        spares = len(self._addresses) - 1
+        turns = spares if spares and self._has_begun_rounds() else 0
         until = time.monotonic() + turns * _TURN_SECONDS
         while not self.join_any_store():
             if time.monotonic() >= until:
@@ -397,12 +398,12 @@ class Rendezvous:
         if waited < turns.index(pod.index) * _TURN_SECONDS:
             return
         try:
-            newest = pod.fence.newest_token()
+            newest = pod.fence.newest_token_of(pod.attempt)
         except OSError as error:
             log.warning("the run folder cannot be read; another pod has to host the store", error=str(error))
             return
         # No round has begun: pods come when the cluster has room for them, and no spare is needed.
-        if newest is None or newest.attempt != pod.attempt:
+        if newest is None:
             return
         self._place = None
         self.host_store(newest.restart + 1)
@@ -410,11 +411,10 @@ class Rendezvous:
 
     def _has_begun_rounds(self) -> bool:
         try:
-            newest = self._pod.fence.newest_token()
+            return self._pod.fence.newest_token_of(self._pod.attempt) is not None
         except OSError:
             # The process that hosts the store says what is wrong with the folder.
             return False
-        return newest is not None and newest.attempt == self._pod.attempt
 
     def _yield_to_other_store(self) -> None:
         """Give the store of this pod up where another has the gang, or comes before it: LostStore.

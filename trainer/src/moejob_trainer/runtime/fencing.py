@@ -115,6 +115,11 @@ class Fence:
         """The claim that holds the run folder; None when there is none."""
         return max(self._read_tokens(), default=None)
 
+    def newest_token_of(self, attempt: int) -> FenceToken | None:
+        """The claim that holds the run folder; None when none of this attempt does: no round of it has begun."""
+        newest = self.newest_token()
+        return newest if newest is not None and newest.attempt == attempt else None
+
     def foreign_names(self) -> list[str]:
         """Names like those of tokens, without this job's proof."""
         return sorted(
