@@ -5,6 +5,8 @@ Knows nothing of our modules: it reads the published files, and computes with Tr
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -88,6 +90,7 @@ class ReferenceModel:
             return hidden
 
         with ExitStack() as stack:
+            stack.enter_context(_avoid_other_packages(self.model))
             # Run the whole model with replaced layers: it makes the masks and angles that layers take.
             for index, layer in enumerate(self._base.layers):
                 stack.enter_context(_replace_forward(layer, partial(compute_layer, index, layer.forward)))
@@ -176,6 +179,25 @@ class AdaptedWeights:
             return weight
         # In float32, like the model that is trained: it is rounded once, to the type that the reference computes in.
         return weight.float() + (self.scale * b.float() @ a.float())[part]
+
+
+@contextmanager
+def _avoid_other_packages(model: PreTrainedModel) -> Iterator[None]:
+    """Compute in operations of torch: the kernels that Transformers takes where it finds them are not for a CPU.
+
+    flash-linear-attention, for one, takes the place of functions of a model's module when that is imported.
+    """
+    functions = vars(sys.modules[type(model).__module__])
+    wrapped = {name: function for name, function in functions.items() if _is_wrapped(function)}
+    functions.update({name: inspect.unwrap(function) for name, function in wrapped.items()})
+    try:
+        yield
+    finally:
+        functions.update(wrapped)
+
+
+def _is_wrapped(value: object) -> bool:
+    return inspect.isfunction(value) and hasattr(value, "__wrapped__")
 
 
 @contextmanager
