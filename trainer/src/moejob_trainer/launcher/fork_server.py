@@ -11,10 +11,12 @@ import importlib
 import importlib.util
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moejob_trainer.launcher.stacks import inherit_handler
 
@@ -25,6 +27,8 @@ WARM = "MOEJOB_WARM"
 # Process id of the launcher.
 LAUNCHER = "MOEJOB_LAUNCHER"
 
+# Asks CUDA for the GPU as it is imported, and Megatron's inference, which no rank computes with, imports it where it is.
+_USES_CUDA = "flashinfer"
 _PR_SET_PDEATHSIG = 1
 # The fork server, as a rank finds it in the memory that it inherits.
 SERVER = os.getpid()
@@ -60,17 +64,21 @@ def _is_absent(name: str) -> bool:
 def unused_cuda() -> Iterator[None]:
     """Let modules ask torch whether there is a GPU as they load: asked by CUDA, no forked process could use a GPU.
 
-    NVML answers where there is a driver. Elsewhere torch would ask CUDA after all, unless no GPU is visible.
+    NVML answers where there is a driver. Elsewhere torch would ask CUDA after all, unless no GPU is visible. A module
+    that asks CUDA itself is absent.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if "CUDA_VISIBLE_DEVICES" in os.environ or _has_driver():
-        yield
-        return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hides_gpus = "CUDA_VISIBLE_DEVICES" not in os.environ and not _has_driver()
+    if hides_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    absent: dict[str, Any] = {_USES_CUDA: None}
+    sys.modules.update(absent)
     try:
         yield
     finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+        del sys.modules[_USES_CUDA]
+        if hides_gpus:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def _has_driver() -> bool:
