@@ -10,14 +10,13 @@ import pytest
 
 from moejob_api.contract.pods import PodRole
 from moejob_api.job import Spec
-from moejob_rollout.arguments import server_arguments, thread_variables
+from moejob_rollout.arguments import server_arguments, thread_variables, vllm_variables
 from moejob_rollout.engine import EngineEnvironment
 
 CONFIG = {"max_position_embeddings": 4096}
 
 
-def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[str, str]:
-    """The options of an engine on this accelerator; one without a value has an empty one."""
+def make_engine(accelerator: str, *, replays: bool = False, **rollout: Any) -> EngineEnvironment:
     grpo = {"groupSize": 8, "promptsPerStep": 1, "rewards": [{"name": "exact-match"}], "routingReplay": replays}
     spec = {
         "method": "GRPO",
@@ -28,7 +27,7 @@ def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[
         "storage": {"size": "1Gi"},
         "resources": {"accelerator": accelerator},
     }
-    engine = EngineEnvironment(
+    return EngineEnvironment(
         spec=Spec.model_validate_json(json.dumps(spec)),
         role=PodRole.ROLLOUT,
         index=0,
@@ -36,7 +35,11 @@ def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[
         run_folder=Path("/run"),
         rollout_urls=("http://127.0.0.1:8000",),
     )
-    lines = server_arguments(engine, Path("/model"), CONFIG)
+
+
+def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[str, str]:
+    """The options of an engine on this accelerator; one without a value has an empty one."""
+    lines = server_arguments(make_engine(accelerator, replays=replays, **rollout), Path("/model"), CONFIG)
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
@@ -87,3 +90,13 @@ def test_an_engine_returns_experts_where_the_trainer_replays_them(accelerator: s
 @pytest.mark.parametrize("accelerator", ["CPU", "GPU"])
 def test_a_probe_can_come_before_answers(accelerator: str) -> None:
     assert options(accelerator)["--scheduling-policy"] == "priority"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environ", "spins"),
+    [("CPU", {}, "1000"), ("CPU", {"OMP_WAIT_POLICY": "ACTIVE"}, None), ("GPU", {}, None)],
+)
+def test_threads_of_engines_on_cpus_soon_give_up_their_cores(
+    accelerator: str, environ: dict[str, str], spins: str | None
+) -> None:
+    assert vllm_variables(make_engine(accelerator), (0, 1), environ).get("GOMP_SPINCOUNT") == spins

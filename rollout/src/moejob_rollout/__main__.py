@@ -46,7 +46,7 @@ def main() -> int:
             "install moejob-rollout there, or use its image\n"
         )
         return ExitCode.BAD_CONFIGURATION
-    os.environ |= vllm_variables(engine, sorted(os.sched_getaffinity(0)))
+    os.environ |= vllm_variables(engine, sorted(os.sched_getaffinity(0)), os.environ)
     with own_temporary_files():
         # Collecting garbage would take a quarter of the import, and all imported objects stay.
         gc.disable()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejob_api.contract.engines import SERVER_IDLE_SECONDS, weight_transport
+from moejob_api.contract.threads import waiting_variables
 from moejob_api.job.grpo import RolloutPlacement
 from moejob_api.job.resources import Accelerator
 from moejob_api.planner.memory.constants import CPU_ENGINE_CACHE_BYTES
@@ -68,14 +69,15 @@ def max_sequence_tokens(engine: EngineEnvironment, config: Mapping[str, Any]) ->
     return min(needed_tokens, int(config.get("max_position_embeddings", needed_tokens)))
 
 
-def vllm_variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
-    """Return the environment variables that vLLM reads when it is imported."""
+def vllm_variables(engine: EngineEnvironment, cores: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that vLLM reads when it is imported, beside those of this environment."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
     # Only this mode has pausing, sleeping and weight transfer; all of their paths need the key of the job.
     control = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_SECONDS)}
     if engine.spec.resources.accelerator is Accelerator.CPU:
+        threads = {**thread_variables(cores, engine.grpo.rollout.tensor), **waiting_variables(environ)}
         # torch.compile would need a compiler of C++ at run time.
-        return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | thread_variables(cores, engine.grpo.rollout.tensor)
+        return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | threads
     # FlashInfer's sampler is compiled at the first start.
     gpu = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return quiet | control | gpu

@@ -234,32 +234,6 @@ def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_n
         assert [environment[name] for name in named] == ["lo", "=lo", "127.0.0.1"]
 
 
-@pytest.mark.parametrize(
-    ("rollout", "accelerator", "shell", "policy"),
-    [
-        pytest.param({"staleness": 1}, "CPU", {}, "PASSIVE", id="at the same time"),
-        pytest.param({"staleness": 1}, "CPU", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", id="the shell decides"),
-        pytest.param({"staleness": 0}, "CPU", {}, None, id="in turns"),
-        pytest.param({"staleness": 1, "placement": "Colocated"}, "CPU", {}, None, id="in turns, colocated"),
-        pytest.param({"staleness": 1}, "GPU", {}, None, id="on GPUs"),
-    ],
-)
-def test_waiting_threads_give_their_cores_to_those_that_compute_beside_them(
-    rollout: dict[str, object], accelerator: str, shell: dict[str, str], policy: str | None
-) -> None:
-    wanted = spec(
-        method="GRPO",
-        parallelism={"data": 4},
-        resources={"accelerator": accelerator},
-        grpo={"rollout": {"placement": "Separate", **rollout}},
-    )
-    of = LocalRun("job", "uid", wanted, derive_layout(wanted.parallelism, 2), Path("/run"), "secret")
-    here, ports = machine(environment=shell), LauncherPorts(1, 2, rollout=8)
-    environments = [launcher_order(of, here, ports, 1, 0).environment]
-    environments += [order.environment for order in engine_orders(of, here, ports)]
-    assert {environment.get("OMP_WAIT_POLICY") for environment in environments} == {policy}
-
-
 def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
     wanted = spec(
         method="GRPO",

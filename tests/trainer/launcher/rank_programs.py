@@ -216,6 +216,7 @@ def look_around() -> int:
         session=os.getsid(0),
         collects=gc.isenabled(),
         spared=gc.get_freeze_count(),
+        spins=os.environ.get("GOMP_SPINCOUNT"),
     )
     return 0
 

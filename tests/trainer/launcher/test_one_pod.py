@@ -326,6 +326,13 @@ def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: M
     assert all(note["collects"] and note["spared"] > 10_000 for note in notes)
 
 
+@pytest.mark.parametrize(("accelerator", "spins"), [("CPU", "1000"), ("GPU", None)])
+def test_threads_of_ranks_on_cpus_soon_give_up_their_cores(gang: Make, accelerator: str, spins: str | None) -> None:
+    job = gang(job={"resources": {"accelerator": accelerator}})
+    assert job.start("look_around").exit_code() == 0
+    assert [note["spins"] for note in job.await_start_notes().values()] == [spins, spins]
+
+
 def test_ranks_of_a_fork_server_that_has_lost_cuda_import_for_themselves(gang: Make) -> None:
     job = gang(preload=("trainer.launcher.lost_cuda",))
     launcher = job.start("look_around")

@@ -136,19 +136,7 @@ def _process_environment(
     inherited = {name: value for name, value in machine.environment.items() if name not in foreign}
     contract = contract_environment(orders) | _engine_variables(run, machine, rollout_port)
     contract_variables = {name.value: value for name, value in contract.items()}
-    return _thread_variables(run) | inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables
-
-
-def _thread_variables(run: LocalRun) -> dict[str, str]:
-    """Make waiting threads give up their cores where ranks learn on them while engines generate.
-
-    By default they wait in a loop: an update of 1.2 s took 40 s beside an engine on the same two cores. Where ranks and
-    engines take turns, an engine is slower without the loop.
-    """
-    if run.spec.resources.accelerator is not Accelerator.CPU or run.spec.grpo is None:
-        return {}
-    is_beside = run.spec.grpo.rollout.staleness > 0 and separate_engines(run.spec) > 0
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if is_beside else {}
+    return inherited | job_variables(run.spec) | _ON_LOOPBACK | contract_variables
 
 
 def _engine_variables(run: LocalRun, machine: LocalMachine, first_port: int) -> dict[Environment, str]:

@@ -27,7 +27,7 @@ WARM = "MOEJOB_WARM"
 # Process id of the launcher.
 LAUNCHER = "MOEJOB_LAUNCHER"
 
-# Asks CUDA for the GPU as it is imported, and Megatron's inference, which no rank computes with, imports it where it is.
+# Asks CUDA for the GPU as it is imported. Megatron's inference, which no rank uses, imports it where it is installed.
 _USES_CUDA = "flashinfer"
 _PR_SET_PDEATHSIG = 1
 # The fork server, as a rank finds it in the memory that it inherits.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moejob_api.contract.pod_environment import BadEnvironment, read_environment
 from moejob_api.contract.pods import ExitCode, PodOutcome, TerminationMessage
+from moejob_api.contract.threads import waiting_variables
+from moejob_api.job.resources import Accelerator
 from moejob_trainer.launcher.agent import Agent
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
@@ -63,6 +66,8 @@ class PodParts:
 
 
 def _run_agent(pod: TrainerPod, options: Options, stop: StopRequest, parts: PodParts) -> ExitReport:
+    if pod.spec.resources.accelerator is Accelerator.CPU:
+        os.environ |= waiting_variables(os.environ)
     with launcher_folder() as folder:
         ranks = RankProcesses(folder, options, parts.engines)
         # Engines start during the imports for ranks, and read no weights before ranks send them.
